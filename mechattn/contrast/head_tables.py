@@ -169,13 +169,13 @@ def sink_kinds(
     table.loc[table.output_rank < rank_below, "kind"] = "broadcast"
     table.loc[table.value_ratio < value_below, "kind"] = "nop"
     table.loc[table.sink_rate <= rate_above, "kind"] = "no sink"
-    by_layer_and_head = by_head(table)
-    by_layer_and_head.attrs = {
+    labelled_table = by_head(table)
+    labelled_table.attrs = {
         "condition": condition,
         **thresholds,
         "n": dataset.sizes["prompt"],
     }
-    return by_layer_and_head
+    return labelled_table
 
 
 def _head_means(

@@ -180,7 +180,7 @@ def comparison_table(
     check_cells(contrast, cell_count, cells.left_out)
 
     table = _columns(cells)
-    table.attrs = _about(contrast, selection, cells, units)
+    table.attrs = _attributes(contrast, selection, cells, units)
     table = table.assign(**_question_columns(contrast, table))
 
     # Further columns, and the order of the ranking.
@@ -364,11 +364,13 @@ def _columns(cells: _Cells) -> pd.DataFrame:
     return table[[*first_columns, *other_columns]].assign(scale=cells.last_block.scale)
 
 
-def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:
+def _attributes(
+    contrast: Question, selection: Selection, cells: _Cells, units: Units
+) -> dict[str, Any]:
     """The attributes of a table: its question, its null and its tests."""
     tests = len(cells.statistics.p)
     n = cells.statistics.n
-    findable = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
+    unit_resolution = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
 
     models = {str(result.provenance["model"]["name"]) for result, _ in contrast.sides}
     dims = " × ".join(map(str, cells.last_block.difference.dims[1:]))
@@ -380,7 +382,7 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
     if n > MOST_EXACT:
         sign_patterns = patterns_needed(contrast.resamples, tests)
 
-    about: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "condition": contrast.condition,
         "to": contrast.to,
         "quantity": contrast.quantity,
@@ -398,20 +400,20 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         "family": f"{tests} tests: {dims}",
         "unit": units.unit,
         "unit_kind": units.kind,
-        "smallest_p": findable.smallest_p,
-        "resolution": str(findable),
+        "smallest_p": unit_resolution.smallest_p,
+        "resolution": str(unit_resolution),
         "patterns": sign_patterns,
         "skewed": cells.statistics.skewed,
         "alike": alike_words(contrast.result),
     }
     if cells.bags is not None:
-        about["resampled"] = cells.bags.words
+        attributes["resampled"] = cells.bags.words
     if selection.top is not None:
-        about["top"] = selection.top
-        about["ranked_by"] = "difference"
+        attributes["top"] = selection.top
+        attributes["ranked_by"] = "difference"
         if selection.by == "beyond":
-            about["ranked_by"] = tested_column
-    return about
+            attributes["ranked_by"] = tested_column
+    return attributes
 
 
 def _question_columns(contrast: Question, table: pd.DataFrame) -> dict[str, Any]:

@@ -228,17 +228,17 @@ class PairedStream:
             tested = without_rounding(differences - expected, rounding)
 
         # If nothing is subtracted, one summary serves both.
-        of_differences = self._summary(differences)
-        of_tested = of_differences
+        difference_summary = self._summary(differences)
+        tested_summary = difference_summary
         if not np.array_equal(differences, tested):
-            of_tested = self._summary(tested)
+            tested_summary = self._summary(tested)
 
         is_rounding = np.all(abs(differences) <= rounding, axis=0)
         has_null = np.full(null.shape, expected is not None)
-        shape = skewness(tested, of_tested)
-        self._difference_blocks.append({**of_differences, "is_rounding": is_rounding})
+        skewness_of_tested = skewness(tested, tested_summary)
+        self._difference_blocks.append({**difference_summary, "is_rounding": is_rounding})
         self._tested_blocks.append(
-            {**of_tested, "null": null, "has_null": has_null, "skewness": shape}
+            {**tested_summary, "null": null, "has_null": has_null, "skewness": skewness_of_tested}
         )
 
     def _summary(self, values: np.ndarray) -> CellColumns:
@@ -273,7 +273,7 @@ class PairedStream:
             ends[name] = difference_ends[name]
             ends[f"beyond_{name}"] = np.where(has_null, beyond_ends[name], np.nan)
 
-        effect_found = detectable_size(self.n, max(1, cells), resamples=self.resamples)
+        detectable_effect = detectable_size(self.n, max(1, cells), resamples=self.resamples)
         return Paired(
             n=self.n,
             difference=difference["mean"],
@@ -286,7 +286,7 @@ class PairedStream:
             p_flip=tests["p_flip"],
             p_family=tests["p_family"],
             q=false_discovery(tests["p"]),
-            detectable=effect_found * tested["deviation"],
+            detectable=detectable_effect * tested["deviation"],
             p_difference=p_difference,
             q_difference=false_discovery(p_difference),
         )
@@ -309,27 +309,27 @@ class PairedStream:
         values = columns["values"]
         mean = columns["mean"]
         error = columns["deviation"] / np.sqrt(self.n)
-        unknown = np.full(mean.shape, np.nan)
-        tests = dict.fromkeys([*_BOOTSTRAP_ENDS, "p_family"], unknown)
+        nan_column = np.full(mean.shape, np.nan)
+        tests = dict.fromkeys([*_BOOTSTRAP_ENDS, "p_family"], nan_column)
 
         p_flip = flipped(values, draws.signs)
         tests["p_flip"] = p_flip
         tests["p"] = p_flip
 
-        if draws.plain and self.bootstrap_ends:
-            upper, lower = resampling.t_quantiles(values, draws.plain, self.level)
+        if draws.plain_counts and self.bootstrap_ends:
+            upper, lower = resampling.t_quantiles(values, draws.plain_counts, self.level)
             tests["low_bootstrap"] = mean - upper * error
             tests["high_bootstrap"] = mean - lower * error
-        if not draws.sequential or not mean.size:
+        if not draws.sequential_counts or not mean.size:
             return tests
 
         t = resampling.t_of(mean, error)
         if not self.bootstrap_ends:
-            p_bootstrap = resampling.p_values(values, t, draws.sequential)
+            p_bootstrap = resampling.p_values(values, t, draws.sequential_counts)
             tests["p"] = np.maximum(p_flip, p_bootstrap)
             return tests
 
-        tails = resampling.tails(values, t, draws.sequential, self.level)
+        tails = resampling.tails(values, t, draws.sequential_counts, self.level)
         tests["p"] = np.maximum(p_flip, tails.p)
         tests["p_family"] = np.maximum(tests["p"], tails.p_adjusted)
 
@@ -405,8 +405,8 @@ def false_discovery(p: np.ndarray) -> np.ndarray:
 class Draws(NamedTuple):
     """The random draws for a number of units: both kinds of resamples, and sign patterns."""
 
-    plain: resampling.Counts
-    sequential: resampling.Counts
+    plain_counts: resampling.Counts
+    sequential_counts: resampling.Counts
     signs: resampling.Signs
 
 
@@ -414,14 +414,14 @@ def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     """Draw the resamples for which n units are enough, and the sign patterns."""
     # Every number depends on the order of these draws.
     generator = np.random.default_rng(seed)
-    plain: resampling.Counts = []
-    sequential: resampling.Counts = []
+    plain_counts: resampling.Counts = []
+    sequential_counts: resampling.Counts = []
     if n >= FEWEST_FOR_BOOTSTRAP:
-        plain = resampling.resample(n, resamples, generator)
+        plain_counts = resampling.resample(n, resamples, generator)
     if n >= FEWEST_FOR_SIMULTANEOUS:
-        sequential = resampling.resample_sequentially(n, resamples, generator)
+        sequential_counts = resampling.resample_sequentially(n, resamples, generator)
     signs = drawn_signs(n, patterns, generator)
-    return Draws(plain, sequential, signs)
+    return Draws(plain_counts, sequential_counts, signs)
 
 
 # A page computes about a hundred tables with the same draws.

@@ -220,8 +220,8 @@ def power(
 
     # Power grows with the number of prompts, so a binary search finds the first that is enough.
     prompt_counts = range(3, _MOST_PLANNED)
-    first_enough = bisect_left(prompt_counts, sure, key=lambda n: power_of(abs(effect), n, heads))
-    return prompt_counts[first_enough]
+    first_index = bisect_left(prompt_counts, sure, key=lambda n: power_of(abs(effect), n, heads))
+    return prompt_counts[first_index]
 
 
 def chance(n: int, tests: int, level: float, patterns: int) -> float:
@@ -252,10 +252,10 @@ def power_of(
     chance_of_flips = chance(n, tests, level, patterns_needed(resamples, tests))
     critical_t = stats.t.ppf(1 - level / (2 * tests), n - 1)
     shift = effect * np.sqrt(n)
-    right_sign = stats.nct.sf(critical_t, n - 1, shift)
+    p_right_sign = stats.nct.sf(critical_t, n - 1, shift)
     # Far below 1e-20 this may be NaN: https://github.com/scipy/scipy/issues/25470
-    wrong_sign = np.nan_to_num(stats.nct.cdf(-critical_t, n - 1, shift))
-    return chance_of_flips * float(right_sign + wrong_sign)
+    p_wrong_sign = np.nan_to_num(stats.nct.cdf(-critical_t, n - 1, shift))
+    return chance_of_flips * float(p_right_sign + p_wrong_sign)
 
 
 @lru_cache(maxsize=256)
