@@ -417,8 +417,8 @@ def _attributes(
 
 
 def _question_columns(contrast: Question, table: pd.DataFrame) -> dict[str, Any]:
-    """Columns with the same value in every row. They explain the numbers in a saved table, as a file
-    has no attributes.
+    """Columns with the same value in every row. They explain the numbers in a saved table, whose
+    attributes are lost.
     """
     columns = {name: table.attrs[name] for name in ("quantity", "condition", "to")}
     if "segment" not in table:

@@ -38,7 +38,8 @@ class Paired:
     ``difference``, ``null`` and ``beyond`` are means: of the difference, of the difference under
     the null (such as uniform attention), and of the first minus the second. ``beyond`` is tested.
     If no null is known, the difference itself is tested, and ``null``, ``beyond`` and the intervals
-    of ``beyond`` are NaN. ``effect_size`` is the tested mean divided by its standard deviation (d_z).
+    of ``beyond`` are NaN. ``effect_size`` is the mean of what is tested, divided by its standard
+    deviation (d_z).
 
     ``low`` and ``high`` are the ends of t intervals. Those of the bootstrap-t are NaN with fewer
     than 20 prompts. The simultaneous ones hold for all cells together, by the studentised bootstrap

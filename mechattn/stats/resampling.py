@@ -443,7 +443,7 @@ class _Reach:
         )
 
     def add(self, column: int, t_star: np.ndarray) -> None:
-        """Add the t* of one cell [resample] to the extremes, and count how often they reach its t."""
+        """Add a cell's t* [resample] to the extremes, and count how often they reach its t."""
         np.maximum(self.largest, t_star, out=self.largest)
         np.minimum(self.smallest, t_star, out=self.smallest)
 

@@ -228,9 +228,9 @@ def chance(n: int, tests: int, level: float, patterns: int) -> float:
     """The probability that one test alone has q below the level, if all of its differences have the
     same sign.
 
-    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``, the share of patterns that keep
-    all signs or flip all. With more it is ``(1 + hits) / (1 + patterns)``, with a binomial number
-    of hits: drawn patterns that do so.
+    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``, the share of patterns that
+    keep all signs or flip all. With more it is ``(1 + hits) / (1 + patterns)``, with a binomial
+    number of hits: drawn patterns that do so.
     """
     share_of_patterns = 2.0 ** (1 - n)
     if n <= MOST_EXACT:
