@@ -222,9 +222,10 @@ class PairedStream:
             expected: The differences under the null [unit, cell]; None if no null is known.
             rounding: The largest difference that counts as 0, for each cell or for all.
         """
-        null = np.full(differences.shape[1], np.nan)
-        tested = without_rounding(differences, rounding)
-        if expected is not None:
+        if expected is None:
+            null = np.full(differences.shape[1], np.nan)
+            tested = without_rounding(differences, rounding)
+        else:
             null = without_rounding(expected.mean(0), rounding)
             tested = without_rounding(differences - expected, rounding)
 
