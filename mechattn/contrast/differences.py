@@ -157,10 +157,9 @@ def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], L
     for dim in _SEGMENT_DIMS:
         is_named = dim == "segment" and contrast.segment is not None
         if dim in variable.dims and not is_named:
+            stored_labels = variable[dim].values.tolist()
             comparable_labels = _comparable(contrasts, dim)
-            labels[dim] = [
-                label for label in variable[dim].values.tolist() if label in comparable_labels
-            ]
+            labels[dim] = [label for label in stored_labels if label in comparable_labels]
     return contrasts, labels
 
 

@@ -175,7 +175,10 @@ def _compared(table: pd.DataFrame) -> str:
             f" of {attributes['resampled']}, which are also what the bootstrap resamples"
         )
 
-    test_words = f"sign-flip tests ({pattern_words}) against {attributes['null']}"
+    null_words = attributes["null"]
+    if attributes["tested"] == "difference":
+        null_words = "no difference, as no null is known"
+    test_words = f"sign-flip tests ({pattern_words}) against {null_words}"
     if unit_count >= FEWEST_FOR_SIMULTANEOUS:
         test_words += (
             "; p is the largest of the p of this test, the p of a bootstrap-t test, and the p of a"
