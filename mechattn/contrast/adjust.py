@@ -133,10 +133,8 @@ def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
     for name in _QUESTION_COLUMNS:
         labels[name] = table.get(name, table.attrs.get(name, ""))
 
-    other_columns = table.drop(columns=[*labels], errors="ignore")
-    other_columns = other_columns.rename(
-        columns={name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY}
-    )
+    new_names = {name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY}
+    other_columns = table.drop(columns=[*labels], errors="ignore").rename(columns=new_names)
     numbered = other_columns.assign(**labels)[[*labels, *other_columns.columns]]
     numbered.attrs = {}  # pd.concat would compare the attrs of all tables
     return numbered
