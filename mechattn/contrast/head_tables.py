@@ -78,11 +78,12 @@ def ranked_heads(
     largest_first = table.sort_values("ranked_by", ascending=False, kind="stable")
     top_rows = largest_first.dropna(subset="ranked_by")[:top].reset_index(drop=True)
     ranked = by_head(top_rows.drop(columns=["error", "ranked_by"]))
+    has_null = bool(table.uniform.notna().any())
     ranked.attrs = {
         "condition": condition,
         "segment": segment,
         "of": len(table),
-        "ranked": _ranked_words(select, has_null=bool(table.uniform.notna().any())),
+        "ranked": _ranked_words(select, has_null),
         "unit": units.unit,
         "level": level,
     }

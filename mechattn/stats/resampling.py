@@ -386,8 +386,9 @@ def _infinite_where_far(
     pilot_counts = [counts[0][:_PILOT]]
     furthest_t_star = 0.0
     for column_block in _blocks_of(columns):
-        pilot = _Resampled.of(differences[:, column_block], pilot_counts)
-        furthest_t_star = max(furthest_t_star, abs(pilot.t_star(_SMALLEST_SPREAD)).max())
+        resampled = _Resampled.of(differences[:, column_block], pilot_counts)
+        t_star = resampled.t_star(_SMALLEST_SPREAD)
+        furthest_t_star = max(furthest_t_star, abs(t_star).max())
     return np.where(abs(t) > _FAR * furthest_t_star, np.copysign(np.inf, t), t)
 
 

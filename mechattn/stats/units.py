@@ -347,8 +347,8 @@ class Units:
         """
         if self.group_of_prompt is None:
             return values
-        columns = pd.DataFrame(values.reshape(len(values), -1).astype(np.float64))
-        means = columns.groupby(self.group_of_prompt).mean()
+        columns = values.reshape(len(values), -1).astype(np.float64)
+        means = pd.DataFrame(columns).groupby(self.group_of_prompt).mean()
         return means.to_numpy().reshape(self.n, *values.shape[1:])
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
