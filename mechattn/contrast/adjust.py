@@ -51,14 +51,14 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     Source: Benjamini and Hochberg 1995.
     """
     _check_tables(tables)
-    numbered = [_numbered(number, table) for number, table in enumerate(tables)]
-    stacked = by_head(pd.concat(numbered, ignore_index=True))
+    numbered_tables = [_numbered(number, table) for number, table in enumerate(tables)]
+    rows = by_head(pd.concat(numbered_tables, ignore_index=True))
 
     # Each row tests what is beyond its null, or the difference if it has no null.
-    p_difference = stacked.p_difference.to_numpy(dtype=np.float64)
-    p_beyond = np.full(len(stacked), np.nan)
-    if "p_beyond" in stacked:
-        p_beyond = stacked.p_beyond.to_numpy(dtype=np.float64)
+    p_difference = rows.p_difference.to_numpy(dtype=np.float64)
+    p_beyond = np.full(len(rows), np.nan)
+    if "p_beyond" in rows:
+        p_beyond = rows.p_beyond.to_numpy(dtype=np.float64)
     has_null = ~np.isnan(p_beyond)
     p_tested = np.where(has_null, p_beyond, p_difference)
     q_tested = false_discovery(p_tested)
@@ -66,33 +66,33 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
     # Each q follows its p.
     if has_null.any():
-        after_p = stacked.columns.get_loc("p_beyond") + 1
+        after_p = rows.columns.get_loc("p_beyond") + 1
         q_beyond = np.where(has_null, q_tested, np.nan)
-        stacked.insert(after_p, "q_beyond", q_beyond)
-    after_p = stacked.columns.get_loc("p_difference") + 1
-    stacked.insert(after_p, "q_difference", q_difference)
+        rows.insert(after_p, "q_beyond", q_beyond)
+    after_p = rows.columns.get_loc("p_difference") + 1
+    rows.insert(after_p, "q_difference", q_difference)
 
-    if "p_random" in stacked:
+    if "p_random" in rows:
         # Heads that the selecting half of the prompts left out count as tests with a p of 1.
         unselected_count = 0
         for table in tables:
             if "p_random" in table:
                 test_count = table.attrs.get("tests_random", len(table))
                 unselected_count += test_count - table.q_random.count()
-        p_of_rows = np.maximum(p_tested, stacked.p_random)
+        p_of_rows = np.maximum(p_tested, rows.p_random)
         q_random = false_discovery(np.append(p_of_rows, np.ones(unselected_count)))
-        stacked["q_random"] = q_random[: len(stacked)]
+        rows["q_random"] = q_random[: len(rows)]
 
     # Tables of evaluations have no smallest p, and tables without rows have no tests.
     smallest_p = [table.attrs.get("smallest_p", np.nan) for table in tables if len(table)]
-    smallest_q_alone = len(stacked) * pd.Series(smallest_p, dtype=float).min()
+    smallest_q_alone = len(rows) * pd.Series(smallest_p, dtype=float).min()
     row_counts = " + ".join(str(len(table)) for table in tables)
-    stacked.attrs = {
-        "family": f"{len(stacked)} tests in {len(tables)} tables ({row_counts})",
+    rows.attrs = {
+        "family": f"{len(rows)} tests in {len(tables)} tables ({row_counts})",
         "tables": [dict(table.attrs) for table in tables],
         "smallest_q_alone": float(np.minimum(1.0, smallest_q_alone)),
     }
-    return stacked
+    return rows
 
 
 def _check_tables(tables: Any) -> None:
@@ -108,8 +108,8 @@ def _check_tables(tables: Any) -> None:
             raise OptionError(
                 f"table {number} is already adjusted; give all of the original tables at once"
             )
-        for earlier_number, earlier in enumerate(tables[:number]):
-            if earlier.attrs == table.attrs and earlier.equals(table):
+        for earlier_number, earlier_table in enumerate(tables[:number]):
+            if earlier_table.attrs == table.attrs and earlier_table.equals(table):
                 raise OptionError(
                     f"table {number} is the same as table {earlier_number}; give every table once"
                 )
@@ -133,10 +133,8 @@ def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
     for name in _QUESTION_COLUMNS:
         labels[name] = table.get(name, table.attrs.get(name, ""))
 
-    other_columns = table.drop(columns=[*labels], errors="ignore")
-    other_columns = other_columns.rename(
-        columns={name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY}
-    )
+    new_names = {name: f"{name}_of_table" for name in _COLUMNS_OF_A_FAMILY}
+    other_columns = table.drop(columns=[*labels], errors="ignore").rename(columns=new_names)
     numbered = other_columns.assign(**labels)[[*labels, *other_columns.columns]]
     numbered.attrs = {}  # pd.concat would compare the attrs of all tables
     return numbered

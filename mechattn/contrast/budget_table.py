@@ -81,14 +81,14 @@ def payers_and_causes(
         column_of_cause[cause] = cause
 
     rows = []
-    for of_payer in by_payer.to_dict("records"):
+    for payer_row in by_payer.to_dict("records"):
         for cause, column in column_of_cause.items():
             row = {
-                "payer": of_payer["payer"],
+                "payer": payer_row["payer"],
                 "cause": cause,
-                "change": of_payer[column],
-                "change_low": of_payer[f"{column}_low"],
-                "change_high": of_payer[f"{column}_high"],
+                "change": payer_row[column],
+                "change_low": payer_row[f"{column}_low"],
+                "change_high": payer_row[f"{column}_high"],
             }
             rows.append(row)
 

@@ -185,8 +185,8 @@ class Contrast(Question):
         variable = variable_of(self.result, self.quantity)
         check_one_number(in_segment(variable, self.segment), self.quantity)
 
-        of_head = self.of_parts(lambda result: result.sel(head=head))
-        (block,) = layers_of(of_head)  # a head is in one layer
+        head_contrast = self.of_parts(lambda result: result.sel(head=head))
+        (block,) = layers_of(head_contrast)  # a head is in one layer
         check_cells(self, block.has_difference.size, block.left_out)
         columns = {
             "prompt": block.ours.prompt.values,
@@ -274,7 +274,7 @@ class Contrast(Question):
             return head_mask
 
         differs_from_null = table.q_beyond < 0.05
-        changes = table.q_difference < 0.05
+        has_changed = table.q_difference < 0.05
         same = None
         if margin is not None:
             same = heads_where(table.q_same < 0.05)
@@ -283,8 +283,8 @@ class Contrast(Question):
             null=null,
             below=heads_where(differs_from_null & (table.beyond < 0)),
             above=heads_where(differs_from_null & (table.beyond > 0)),
-            rises=heads_where(changes & (table.difference > 0)),
-            falls=heads_where(changes & (table.difference < 0)),
+            rises=heads_where(has_changed & (table.difference > 0)),
+            falls=heads_where(has_changed & (table.difference < 0)),
             n=int(table.n.iloc[0]),
             unit=table.attrs["unit"],
             marked=heads_where(marked(table, margin)),
@@ -316,12 +316,12 @@ class Contrast(Question):
             selecting_units, _ = halves_of(unit_count)
             unit_count = len(selecting_units)
         test_count = cell_count - len(left_out)
-        findable = resolution(unit_count, test_count, q, self.resamples, self.units.kind)
+        unit_resolution = resolution(unit_count, test_count, q, self.resamples, self.units.kind)
         if draws is None:
-            return findable
+            return unit_resolution
         check_counts(FEWEST_DRAWS, draws=draws)
         random_heads = draws * test_count  # each random model has the same number of heads
-        return replace(findable, random=random_words(draws, test_count, random_heads, q))
+        return replace(unit_resolution, random=random_words(draws, test_count, random_heads, q))
 
     def stability(
         self,

@@ -157,8 +157,9 @@ def in_blocks(contrast: Question, resamples: int = 0) -> tuple[list[Question], L
     for dim in _SEGMENT_DIMS:
         is_named = dim == "segment" and contrast.segment is not None
         if dim in variable.dims and not is_named:
-            comparable = _comparable(contrasts, dim)
-            labels[dim] = [label for label in variable[dim].values.tolist() if label in comparable]
+            stored_labels = variable[dim].values.tolist()
+            comparable_labels = _comparable(contrasts, dim)
+            labels[dim] = [label for label in stored_labels if label in comparable_labels]
     return contrasts, labels
 
 
@@ -263,18 +264,18 @@ def _comparable(contrasts: Sequence[Question], dim: str) -> set[object]:
     """
     ours: set[object] = set()
     theirs: set[object] = set()
-    attended: set[object] = set()
+    attended_labels: set[object] = set()
     for contrast in contrasts:
         for side_labels, (result, condition) in zip((ours, theirs), contrast.sides, strict=True):
             check_condition(result, condition)
             variable = variable_of(result, contrast.quantity)
             values = values_in(variable, condition, contrast.segment)
             side_labels |= labels_where(values.notnull(), dim)  # in place: ours or theirs
-            attended |= labels_where(values.fillna(0) != 0, dim)
+            attended_labels |= labels_where(values.fillna(0) != 0, dim)
 
     if dim == "to_segment":
         # Attention to later segments is 0 in every prompt and condition.
-        return ours & theirs & attended
+        return ours & theirs & attended_labels
     return ours & theirs
 
 
@@ -291,9 +292,9 @@ def _of_side(
 
     # Values are selected only if labels are left out: a selection copies, even if it keeps all.
     fewer_labels = {}
-    for dim, comparable in labels.items():
-        if comparable != values[dim].values.tolist():
-            fewer_labels[dim] = comparable
+    for dim, comparable_labels in labels.items():
+        if comparable_labels != values[dim].values.tolist():
+            fewer_labels[dim] = comparable_labels
     comparable_values = values.sel(fewer_labels)
     check_present(comparable_values, quantity, segment, side)
     if null is None:

@@ -96,48 +96,48 @@ def with_random(
     means, rounding = _mean_differences(contrast, units, unit_indices)
     draws = []
     for draw in random:
-        of_draw = replace(contrast, result=draw, scale=table.attrs["scale"], null="uniform")
-        draw_means, _ = _mean_differences(of_draw, units, unit_indices)
+        draw_contrast = replace(contrast, result=draw, scale=table.attrs["scale"], null="uniform")
+        draw_means, _ = _mean_differences(draw_contrast, units, unit_indices)
         draws.append(draw_means.reindex_like(means).values)
 
     head_axis = None
     if "head" in means.dims:
         head_axis = means.dims.index("head")
-    against_random = against_draws(
+    comparison = against_draws(
         means.values, np.stack(draws), head_axis, table.attrs["level"], rounding.values
     )
 
     columns = pd.DataFrame(
         {
-            "null_random": against_random.mean.ravel(),
-            "random_low": against_random.low.ravel(),
-            "random_high": against_random.high.ravel(),
-            "p_random": against_random.p.ravel(),
+            "null_random": comparison.mean.ravel(),
+            "random_low": comparison.low.ravel(),
+            "random_high": comparison.high.ravel(),
+            "p_random": comparison.p.ravel(),
         },
         index=means.to_series().index,
     )
-    extended = table.join(columns, on=list(means.dims))
+    extended_table = table.join(columns, on=list(means.dims))
 
     # Both tests must reject. p is 1 in cells that the selecting half of the prompts left out.
     p_of_units = table[f"p_{table.attrs['tested']}"]
-    p_of_rows = np.maximum(p_of_units, extended.p_random)
-    unselected_count = columns.p_random.count() - extended.p_random.count()
+    p_of_rows = np.maximum(p_of_units, extended_table.p_random)
+    unselected_count = columns.p_random.count() - extended_table.p_random.count()
     p_of_cells = np.append(p_of_rows, np.ones(unselected_count))
-    extended["q_random"] = false_discovery(p_of_cells)[: len(table)]
+    extended_table["q_random"] = false_discovery(p_of_cells)[: len(table)]
 
     kinds = {draw.provenance["model"]["random_weights"]["kind"] for draw in random}
     kind_words = " and ".join(sorted(kinds))
     tests = int(np.isfinite(p_of_cells).sum())
-    extended.attrs = table.attrs | {
+    extended_table.attrs = table.attrs | {
         "null_random": (
             f"random weights ({kind_words}): {len(random)} draws,"
-            f" {against_random.compared} heads compared"
+            f" {comparison.compared} heads compared"
         ),
-        "smallest_p_random": 1 / (against_random.compared + 1),
+        "smallest_p_random": 1 / (comparison.compared + 1),
         "tests_random": tests,
-        "resolution_random": random_words(len(random), tests, against_random.compared),
+        "resolution_random": random_words(len(random), tests, comparison.compared),
     }
-    return extended
+    return extended_table
 
 
 # Within a margin.
@@ -162,22 +162,22 @@ def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
         bound = np.log1p(margin)
 
     # The standard error, from the t interval.
-    tested = table.attrs["tested"]
-    low = table[f"{tested}_low"]
-    high = table[f"{tested}_high"]
+    tested_column = table.attrs["tested"]
+    low = table[f"{tested_column}_low"]
+    high = table[f"{tested_column}_high"]
     freedom = table.n - 1
     error = (high - low) / 2 / t_quantile(table.attrs["level"], freedom)
 
     # One test at each end; both must reject.
-    difference = table[tested]
+    difference = table[tested_column]
     p_above_lower_bound = stats.t.sf((difference + bound) / error, freedom)
     p_below_upper_bound = stats.t.cdf((difference - bound) / error, freedom)
     p_of_both = np.maximum(p_above_lower_bound, p_below_upper_bound)
     p_without_error = np.where(abs(difference) < bound, 0.0, 1.0)
     p = np.where(error > 0, p_of_both, p_without_error)
-    extended = table.assign(q_same=false_discovery(p))
-    extended.attrs = table.attrs | {"margin": margin}
-    return extended
+    extended_table = table.assign(q_same=false_discovery(p))
+    extended_table.attrs = table.attrs | {"margin": margin}
+    return extended_table
 
 
 def check_margin(margin: Any) -> None:

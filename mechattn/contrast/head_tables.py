@@ -78,11 +78,12 @@ def ranked_heads(
     largest_first = table.sort_values("ranked_by", ascending=False, kind="stable")
     top_rows = largest_first.dropna(subset="ranked_by")[:top].reset_index(drop=True)
     ranked = by_head(top_rows.drop(columns=["error", "ranked_by"]))
+    has_null = bool(table.uniform.notna().any())
     ranked.attrs = {
         "condition": condition,
         "segment": segment,
         "of": len(table),
-        "ranked": _ranked_words(select, has_null=bool(table.uniform.notna().any())),
+        "ranked": _ranked_words(select, has_null),
         "unit": units.unit,
         "level": level,
     }
@@ -169,13 +170,13 @@ def sink_kinds(
     table.loc[table.output_rank < rank_below, "kind"] = "broadcast"
     table.loc[table.value_ratio < value_below, "kind"] = "nop"
     table.loc[table.sink_rate <= rate_above, "kind"] = "no sink"
-    by_layer_and_head = by_head(table)
-    by_layer_and_head.attrs = {
+    labelled_table = by_head(table)
+    labelled_table.attrs = {
         "condition": condition,
         **thresholds,
         "n": dataset.sizes["prompt"],
     }
-    return by_layer_and_head
+    return labelled_table
 
 
 def _head_means(

@@ -182,8 +182,8 @@ def choose_heads(
     if not 1 <= count <= len(distances):
         raise OptionError(f"cannot choose {count} of {len(distances)} heads")
 
-    furthest = distances[largest(distances.to_numpy(), count)]
-    return sorted(furthest.index.tolist())
+    furthest_heads = distances[largest(distances.to_numpy(), count)]
+    return sorted(furthest_heads.index.tolist())
 
 
 # The null at each position.
@@ -248,11 +248,11 @@ def dilution_at_positions(
         origin_condition = BASELINE
     origins = sequences.origin.sel(condition=origin_condition).values
     is_original = origins >= 0
-    any_origins = np.where(is_original, origins, 0)  # an index that exists; its value is not used
-    segments = np.take_along_axis(baseline_segments, any_origins, axis=1)
+    valid_origins = np.where(is_original, origins, 0)  # an index that exists; its value is not used
+    segments = np.take_along_axis(baseline_segments, valid_origins, axis=1)
 
     shares = np.take_along_axis(segment_shares.values, segments, axis=1)
-    values = np.where(is_original, baseline[any_origins] * shares, np.nan)
+    values = np.where(is_original, baseline[valid_origins] * shares, np.nan)
     return Moments.of(values).known_mean
 
 

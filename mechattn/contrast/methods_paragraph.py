@@ -20,7 +20,7 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
     Raises:
         OptionError: A table is not from ``Result.compare``.
     """
-    about = result.provenance
+    provenance = result.provenance
     for number, table in enumerate(tables):
         if "patterns" not in getattr(table, "attrs", {}):  # only tables of compare have it
             raise OptionError(
@@ -28,10 +28,10 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
             )
 
     sentences = [
-        _model(about["model"], about["versions"], about["engine"]),
+        _model(provenance["model"], provenance["versions"], provenance["engine"]),
         _prompts(result),
         _conditions(result),
-        _analyses(about),
+        _analyses(provenance),
     ]
 
     # The nulls that were computed: the names of their variables end with their kind.
@@ -49,7 +49,7 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
 
     for table in tables:
         sentences.append(_compared(table))
-    sentences.append(f"The random seed was {about['seed']}.")
+    sentences.append(f"The random seed was {provenance['seed']}.")
     return " ".join(sentences)
 
 
@@ -127,18 +127,18 @@ def _conditions(result: Result) -> str:
     return f"Each prompt was read unchanged and under {_and(phrases)}, in one pass."
 
 
-def _analyses(about: Mapping[str, Any]) -> str:
+def _analyses(provenance: Mapping[str, Any]) -> str:
     """A sentence on the analyses with their options, and on the layers."""
     phrases = []
-    for name, options in about["analyses"].items():
+    for name, options in provenance["analyses"].items():
         words = name.replace("_", " ")
         if options:
             option_words = [f"{key} {value}" for key, value in options.items()]
             words += f" ({', '.join(option_words)})"
         phrases.append(words)
 
-    layers = about["measured_layers"]
-    all_layers = list(range(about["model"]["layers"]))
+    layers = provenance["measured_layers"]
+    all_layers = list(range(provenance["model"]["layers"]))
     layer_words = "all layers"
     if layers != all_layers:
         numbers = [str(layer) for layer in layers]
@@ -148,50 +148,55 @@ def _analyses(about: Mapping[str, Any]) -> str:
 
 def _compared(table: pd.DataFrame) -> str:
     """A sentence on how a table was computed, from its attributes."""
-    about = table.attrs
-    quantity_words = about["quantity"]
-    if about["segment"] != "all":
-        quantity_words += f" of the {about['segment']}"
-    quantity_words += f" as {about['scale']}s"
+    attributes = table.attrs
+    quantity_words = attributes["quantity"]
+    if attributes["segment"] != "all":
+        quantity_words += f" of the {attributes['segment']}"
+    quantity_words += f" as {attributes['scale']}s"
 
     # The units, and whether heads were selected on one half of them.
-    pairing_words = f"paired by {about['unit_kind']}"
+    pairing_words = f"paired by {attributes['unit_kind']}"
     unit_count = 0  # unknown in a table without rows
     if len(table):
         unit_count = int(table.n.iloc[0])
         pairing_words += f" (n = {unit_count})"
-    if about["select"] == "half":
+    if attributes["select"] == "half":
         selection_words = "found"
-        if "top" in about:
-            selection_words = f"the {about['top']} largest"
+        if "top" in attributes:
+            selection_words = f"the {attributes['top']} largest"
         pairing_words += f", {selection_words} on one half and reported on the other"
 
     # The tests, and the family over which they are adjusted.
     pattern_words = "all patterns of signs"
-    if about["patterns"] is not None:
-        pattern_words = f"{about['patterns']:,} random patterns of signs"
-    if "resampled" in about:
-        pattern_words += f" of {about['resampled']}, which are also what the bootstrap resamples"
+    if attributes["patterns"] is not None:
+        pattern_words = f"{attributes['patterns']:,} random patterns of signs"
+    if "resampled" in attributes:
+        pattern_words += (
+            f" of {attributes['resampled']}, which are also what the bootstrap resamples"
+        )
 
-    test_words = f"sign-flip tests ({pattern_words}) against {about['null']}"
+    null_words = attributes["null"]
+    if attributes["tested"] == "difference":
+        null_words = "no difference, as no null is known"
+    test_words = f"sign-flip tests ({pattern_words}) against {null_words}"
     if unit_count >= FEWEST_FOR_SIMULTANEOUS:
         test_words += (
             "; p is the largest of the p of this test, the p of a bootstrap-t test, and the p of a"
             " step-down bootstrap-t test divided by the number of tests"
         )
 
-    family_words = f"Benjamini-Hochberg over {about['family']}"
-    if "null_random" in about:
+    family_words = f"Benjamini-Hochberg over {attributes['family']}"
+    if "null_random" in attributes:
         family_words += (
-            f"; q_random, over {about['tests_random']} tests, adjusts the larger of this p and the"
-            f" p against {about['null_random']}"
+            f"; q_random, over {attributes['tests_random']} tests, adjusts the larger of this p and"
+            f" the p against {attributes['null_random']}"
         )
 
     comparison_words = (
-        f"“{about['condition']}” was compared with “{about['to']}” in {quantity_words}"
+        f"“{attributes['condition']}” was compared with “{attributes['to']}” in {quantity_words}"
     )
-    interval_words = f"{100 * about['level']:g} % t intervals"
-    clauses = [interval_words, test_words, family_words, f"seed {about['seed']}"]
+    interval_words = f"{100 * attributes['level']:g} % t intervals"
+    clauses = [interval_words, test_words, family_words, f"seed {attributes['seed']}"]
     return f"{comparison_words}, {pairing_words}: {'; '.join(clauses)}."
 
 

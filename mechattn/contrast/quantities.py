@@ -73,8 +73,8 @@ def dataset_of(result: Result, quantity: str) -> tuple[xr.Dataset, str]:
                 return dataset, name
 
     # Name the quantities that were measured, and the analysis that measures this one.
-    measured = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
-    remedy = f"there are {', '.join(measured)}: name one with quantity=…"
+    measured_quantities = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
+    remedy = f"there are {', '.join(measured_quantities)}: name one with quantity=…"
     for analysis in ANALYSES:
         if not analysis().quantities.keys().isdisjoint(names):
             remedy += f", or run it with ma.analyses.{analysis.__name__}()"
@@ -282,9 +282,9 @@ def check_at_most_one_number(values: xr.DataArray, quantity: str) -> None:
 
 def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
     """Refuse a layer that was not measured."""
-    measured = dataset.layer.values.tolist()
-    if layer not in measured:
-        raise OptionError(f"layer {layer!r} was not measured; the result has {measured}")
+    measured_layers = dataset.layer.values.tolist()
+    if layer not in measured_layers:
+        raise OptionError(f"layer {layer!r} was not measured; the result has {measured_layers}")
 
 
 def check_present(values: xr.DataArray, quantity: str, segment: str | None, side: Side) -> None:
@@ -347,7 +347,7 @@ def absent_error(prompt_count: int, quantity: str, segment: str | None, side: Si
 
 
 def slices(
-    count: int, bytes_of_one: int, memory: str, what: str, bytes_of_resamples: int = 0
+    count: int, bytes_of_one: int, memory: str, item_words: str, bytes_of_resamples: int = 0
 ) -> list[slice]:
     """Split layers or prompts into blocks that fit in memory.
 
@@ -355,7 +355,7 @@ def slices(
         count: The number of layers or prompts.
         bytes_of_one: The memory that each needs.
         memory: The memory that may be used, such as "8GiB".
-        what: The words for one of them in the error.
+        item_words: The words for one of them in the error.
         bytes_of_resamples: The memory for resampling, which all of them need together.
 
     Returns:
@@ -369,12 +369,14 @@ def slices(
     if block_size >= count:
         return [slice(None)]
     if block_size < 1:
-        needed = ceil((bytes_of_resamples + bytes_of_one) / 2**20)
-        remedy = f'give more (ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB)'
+        needed_mib = ceil((bytes_of_resamples + bytes_of_one) / 2**20)
+        remedy = (
+            f'give more (ma.load_result(…, memory="{needed_mib}MiB"), or --memory {needed_mib}MiB)'
+        )
         if bytes_of_resamples:
             remedy += ", or fewer resamples"
         raise MemoryOptionError(
-            f"{what} takes {needed:,} MiB, and memory={memory!r} allows less; {remedy}"
+            f"{item_words} takes {needed_mib:,} MiB, and memory={memory!r} allows less; {remedy}"
         )
     starts = range(0, count, block_size)
     return [slice(start, min(start + block_size, count)) for start in starts]
@@ -423,8 +425,8 @@ def layer_blocks(
         bytes_of_patterns = patterns_needed(resamples, cells) // 8
         bytes_of_a_unit = 2 * resamples + bytes_of_patterns + 8 * _ARRAYS_KEPT * cells
         bytes_of_resamples = resampled_count(prompts) * bytes_of_a_unit
-    what = f"{quantity!r} of {prompts:,} prompts"
-    return slices(layers, bytes_of_a_layer, result.memory, what, bytes_of_resamples)
+    variable_words = f"{quantity!r} of {prompts:,} prompts"
+    return slices(layers, bytes_of_a_layer, result.memory, variable_words, bytes_of_resamples)
 
 
 def _quantities(result: Result, has_dims: Callable[[set[Any]], bool]) -> list[str]:

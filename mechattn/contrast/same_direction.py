@@ -37,10 +37,10 @@ def agreement(
             " analyses=[ma.analyses.MlpActivations()]"
         )
     if controls is None:
-        not_controls = (condition, other, over, BASELINE)
-        controls = [name for name in result.conditions if name not in not_controls]
-    compared = [other, *controls]
-    for name in (condition, *compared, over):
+        named_conditions = (condition, other, over, BASELINE)
+        controls = [name for name in result.conditions if name not in named_conditions]
+    other_conditions = [other, *controls]
+    for name in (condition, *other_conditions, over):
         check_condition(result, name)
     if over in (condition, other):
         raise OptionError(f"over={over!r} is one of the two conditions, so its change is zero")
@@ -52,7 +52,7 @@ def agreement(
     product = product.transpose("prompt", "layer", "condition", "other_condition")
     blocks = []
     for block in in_parts(product, "prompt", result.memory):
-        blocks.append(_cosines(block.astype(np.float64), condition, compared, over))
+        blocks.append(_cosines(block.astype(np.float64), condition, other_conditions, over))
     cosines = np.concatenate(blocks)  # [prompt, other, layer]
 
     # The cosine with each condition, and that with ``other``, the first, minus each of them.
@@ -64,8 +64,8 @@ def agreement(
     layers = product.layer.values
     columns = {
         "condition": condition,
-        "other": np.repeat(compared, len(layers)),
-        "layer": np.tile(layers, len(compared)),
+        "other": np.repeat(other_conditions, len(layers)),
+        "layer": np.tile(layers, len(other_conditions)),
         "cosine": mean.ravel(),
         "cosine_low": low.ravel(),
         "cosine_high": high.ravel(),
@@ -80,7 +80,7 @@ def agreement(
 
 
 def _cosines(
-    product: xr.DataArray, condition: str, compared: Sequence[str], over: str
+    product: xr.DataArray, condition: str, other_conditions: Sequence[str], over: str
 ) -> np.ndarray:
     """The cosines of a condition's change from ``over`` with those of other conditions [prompt,
     other, layer]; NaN if one of the two changes nothing.
@@ -92,7 +92,7 @@ def _cosines(
     Args:
         product: ``⟨a, b⟩`` [prompt, layer, condition, other_condition].
         condition: The condition.
-        compared: The conditions that it is compared with.
+        other_conditions: The conditions that it is compared with.
         over: The condition from which changes are measured.
     """
     products_with_over = product.sel(other_condition=over, drop=True)  # ⟨a, o⟩
@@ -100,11 +100,11 @@ def _cosines(
     squared_norm_of_over = products_with_over.sel(condition=over, drop=True)  # ⟨o, o⟩
     changes = product - (products_with_over + products_of_over) + squared_norm_of_over
 
-    other_names = xr.DataArray(list(compared), dims="other")
+    other_labels = xr.DataArray(list(other_conditions), dims="other")
     of_condition = changes.sel(condition=condition, drop=True)
-    products = of_condition.sel(other_condition=other_names)
+    products = of_condition.sel(other_condition=other_labels)
     squared_norm = of_condition.sel(other_condition=condition, drop=True)
-    squared_norms = changes.sel(condition=other_names, other_condition=other_names)
+    squared_norms = changes.sel(condition=other_labels, other_condition=other_labels)
 
     dims = ("prompt", "other", "layer")
     products = products.transpose(*dims)

@@ -151,8 +151,8 @@ def comparison_table(
         selection: The cells to report.
         random: As for :meth:`mechattn.Result.compare`.
         margin: As for :meth:`mechattn.Result.compare`.
-        bootstrap_ends: Whether to compute the ends of bootstrap intervals, which takes most of the
-            time.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``, which
+            takes most of the time.
 
     Raises:
         OptionError: There is nothing to compare, there are too few units, or an option is refused.
@@ -180,7 +180,7 @@ def comparison_table(
     check_cells(contrast, cell_count, cells.left_out)
 
     table = _columns(cells)
-    table.attrs = _about(contrast, selection, cells, units)
+    table.attrs = _attributes(contrast, selection, cells, units)
     table = table.assign(**_question_columns(contrast, table))
 
     # Further columns, and the order of the ranking.
@@ -276,7 +276,7 @@ def _cell_statistics(
         units: The units of all prompts.
         unit_indices: The units that count.
         masks: The cells of each block [*cells]; by default those with a difference.
-        bootstrap_ends: Whether to compute the ends of bootstrap intervals.
+        bootstrap_ends: Whether to compute the ends of bootstrap intervals and ``p_family``.
     """
     stream = PairedStream(
         len(unit_indices), contrast.level, contrast.resamples, contrast.seed, bootstrap_ends
@@ -364,11 +364,13 @@ def _columns(cells: _Cells) -> pd.DataFrame:
     return table[[*first_columns, *other_columns]].assign(scale=cells.last_block.scale)
 
 
-def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:
+def _attributes(
+    contrast: Question, selection: Selection, cells: _Cells, units: Units
+) -> dict[str, Any]:
     """The attributes of a table: its question, its null and its tests."""
     tests = len(cells.statistics.p)
     n = cells.statistics.n
-    findable = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
+    unit_resolution = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.kind)
 
     models = {str(result.provenance["model"]["name"]) for result, _ in contrast.sides}
     dims = " × ".join(map(str, cells.last_block.difference.dims[1:]))
@@ -380,7 +382,7 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
     if n > MOST_EXACT:
         sign_patterns = patterns_needed(contrast.resamples, tests)
 
-    about: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "condition": contrast.condition,
         "to": contrast.to,
         "quantity": contrast.quantity,
@@ -398,25 +400,25 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
         "family": f"{tests} tests: {dims}",
         "unit": units.unit,
         "unit_kind": units.kind,
-        "smallest_p": findable.smallest_p,
-        "resolution": str(findable),
+        "smallest_p": unit_resolution.smallest_p,
+        "resolution": str(unit_resolution),
         "patterns": sign_patterns,
         "skewed": cells.statistics.skewed,
         "alike": alike_words(contrast.result),
     }
     if cells.bags is not None:
-        about["resampled"] = cells.bags.words
+        attributes["resampled"] = cells.bags.words
     if selection.top is not None:
-        about["top"] = selection.top
-        about["ranked_by"] = "difference"
+        attributes["top"] = selection.top
+        attributes["ranked_by"] = "difference"
         if selection.by == "beyond":
-            about["ranked_by"] = tested_column
-    return about
+            attributes["ranked_by"] = tested_column
+    return attributes
 
 
 def _question_columns(contrast: Question, table: pd.DataFrame) -> dict[str, Any]:
-    """Columns with the same value in every row. They explain the numbers in a saved table, as a file
-    has no attributes.
+    """Columns with the same value in every row. They explain the numbers in a saved table, whose
+    attributes are lost.
     """
     columns = {name: table.attrs[name] for name in ("quantity", "condition", "to")}
     if "segment" not in table:

@@ -116,10 +116,10 @@ def several_tested(
 
     # Cells are matched by their position, so their labels must agree.
     by_condition = [what_is_tested(of_condition, layer, bags, by) for of_condition in contrasts]
-    first = by_condition[0]
+    first_tested = by_condition[0]
     for name, tested in zip(names, by_condition, strict=True):
-        for dim in first.labels:
-            if not tested.labels[dim].equals(first.labels[dim]):
+        for dim in first_tested.labels:
+            if not tested.labels[dim].equals(first_tested.labels[dim]):
                 raise OptionError(
                     f"{name!r} and {names[0]!r} have different {dim}s, so they cannot be combined;"
                     " compare each by itself"
@@ -127,5 +127,5 @@ def several_tested(
 
     values = np.stack([tested.values for tested in by_condition], axis=1)
     in_all = np.isfinite(values).all((0, 1))
-    labels = first.labels[in_all].reset_index(drop=True)
-    return TestedTogether(values[:, :, in_all], first.units, labels, first.null)
+    labels = first_tested.labels[in_all].reset_index(drop=True)
+    return TestedTogether(values[:, :, in_all], first_tested.units, labels, first_tested.null)

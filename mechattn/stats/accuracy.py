@@ -103,9 +103,9 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
         return 1.0
 
     # Without a difference, each disagreement is the toss of a coin.
-    fewer = min(only_first, only_second)
-    two_sided = 2 * stats.binom.cdf(fewer, n, 0.5)
-    mid_p = two_sided - stats.binom.pmf(fewer, n, 0.5)
+    smaller_count = min(only_first, only_second)
+    two_sided = 2 * stats.binom.cdf(smaller_count, n, 0.5)
+    mid_p = two_sided - stats.binom.pmf(smaller_count, n, 0.5)
     return float(min(1.0, mid_p))
 
 
@@ -219,8 +219,8 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> ShareInterval:
         freedom = n - 1
         measured_ratio = min(1.0, float(shares.var(ddof=1)) / single_variance)
         nearer_edge = round(mean)
-        off_edge = int((shares != nearer_edge).sum())
-        weight = off_edge / (off_edge + _FEW_OFF_EDGE)
+        off_edge_count = int((shares != nearer_edge).sum())
+        weight = off_edge_count / (off_edge_count + _FEW_OFF_EDGE)
         variance_ratio = weight * measured_ratio + 1 - weight
         trials = n / variance_ratio
     quantile = float(t_quantile(level, freedom))

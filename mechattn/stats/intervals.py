@@ -186,8 +186,8 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def row_blocks(values: np.ndarray) -> list[slice]:
-    """Split rows into blocks of 64, which makes :meth:`Moments.of` three times as fast: a block and
-    what is computed from it fit in the processor's cache.
+    """Split rows into blocks of 64. A block and what is computed from it then fit in the processor's
+    cache, which makes :meth:`Moments.of` three times as fast.
     """
     starts = range(0, len(values), _ROWS)
     return [slice(start, start + _ROWS) for start in starts]
@@ -196,8 +196,9 @@ def row_blocks(values: np.ndarray) -> list[slice]:
 def ratio_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
     """The ratio of two means over the same units, with Fieller's 95 % interval.
 
-    The interval holds every ratio r for which a t test does not tell ``mean(numerator − r ·
-    denominator)`` from 0. It is bounded only if the mean denominator differs from 0 at this level.
+    The interval holds every ratio r for which a t test does not tell the mean of
+    ``numerator − r · denominator`` from 0. It is bounded only if the mean denominator differs from
+    0 at this level.
 
     Args:
         numerator: The numerator of each unit and cell [unit, *cells].

@@ -27,7 +27,7 @@ _MOST_KEPT = 2**26  # bytes (64 MiB): draws up to this size are kept for the nex
 # The ends of bootstrap intervals, pointwise and simultaneous.
 _BOOTSTRAP_ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
 # Statistics of cells by name: each [cell], or the values to resample [unit or bag, cell].
-Columns = dict[str, np.ndarray]
+CellColumns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,8 @@ class Paired:
     ``difference``, ``null`` and ``beyond`` are means: of the difference, of the difference under
     the null (such as uniform attention), and of the first minus the second. ``beyond`` is tested.
     If no null is known, the difference itself is tested, and ``null``, ``beyond`` and the intervals
-    of ``beyond`` are NaN. ``effect_size`` is the tested mean divided by its standard deviation (d_z).
+    of ``beyond`` are NaN. ``effect_size`` is the mean of what is tested, divided by its standard
+    deviation (d_z).
 
     ``low`` and ``high`` are the ends of t intervals. Those of the bootstrap-t are NaN with fewer
     than 20 prompts. The simultaneous ones hold for all cells together, by the studentised bootstrap
@@ -205,8 +206,8 @@ class PairedStream:
         self.bootstrap_ends = bootstrap_ends
         self.bags = Bags.drawn(n, seed)
         # The columns of each block of cells: of its differences, and of what is tested.
-        self._difference_blocks: list[Columns] = []
-        self._tested_blocks: list[Columns] = []
+        self._difference_blocks: list[CellColumns] = []
+        self._tested_blocks: list[CellColumns] = []
 
     def add(
         self,
@@ -221,27 +222,28 @@ class PairedStream:
             expected: The differences under the null [unit, cell]; None if no null is known.
             rounding: The largest difference that counts as 0, for each cell or for all.
         """
-        null = np.full(differences.shape[1], np.nan)
-        tested = without_rounding(differences, rounding)
-        if expected is not None:
+        if expected is None:
+            null = np.full(differences.shape[1], np.nan)
+            tested = without_rounding(differences, rounding)
+        else:
             null = without_rounding(expected.mean(0), rounding)
             tested = without_rounding(differences - expected, rounding)
 
         # If nothing is subtracted, one summary serves both.
-        of_differences = self._summary(differences)
-        of_tested = of_differences
+        difference_summary = self._summary(differences)
+        tested_summary = difference_summary
         if not np.array_equal(differences, tested):
-            of_tested = self._summary(tested)
+            tested_summary = self._summary(tested)
 
         is_rounding = np.all(abs(differences) <= rounding, axis=0)
         has_null = np.full(null.shape, expected is not None)
-        shape = skewness(tested, of_tested)
-        self._difference_blocks.append({**of_differences, "is_rounding": is_rounding})
+        skewness_of_tested = skewness(tested, tested_summary)
+        self._difference_blocks.append({**difference_summary, "is_rounding": is_rounding})
         self._tested_blocks.append(
-            {**of_tested, "null": null, "has_null": has_null, "skewness": shape}
+            {**tested_summary, "null": null, "has_null": has_null, "skewness": skewness_of_tested}
         )
 
-    def _summary(self, values: np.ndarray) -> Columns:
+    def _summary(self, values: np.ndarray) -> CellColumns:
         """The :func:`summary` of some cells [unit, cell], and the values to resample."""
         resampled_values = values
         if self.bags is not None:
@@ -273,7 +275,7 @@ class PairedStream:
             ends[name] = difference_ends[name]
             ends[f"beyond_{name}"] = np.where(has_null, beyond_ends[name], np.nan)
 
-        effect_found = detectable_size(self.n, max(1, cells), resamples=self.resamples)
+        detectable_effect = detectable_size(self.n, max(1, cells), resamples=self.resamples)
         return Paired(
             n=self.n,
             difference=difference["mean"],
@@ -286,7 +288,7 @@ class PairedStream:
             p_flip=tests["p_flip"],
             p_family=tests["p_family"],
             q=false_discovery(tests["p"]),
-            detectable=effect_found * tested["deviation"],
+            detectable=detectable_effect * tested["deviation"],
             p_difference=p_difference,
             q_difference=false_discovery(p_difference),
         )
@@ -301,7 +303,7 @@ class PairedStream:
             return _kept_draws(units, self.resamples, patterns, self.seed)
         return _random_draws(units, self.resamples, patterns, self.seed)
 
-    def _tests(self, columns: Columns, draws: Draws) -> Columns:
+    def _tests(self, columns: CellColumns, draws: Draws) -> CellColumns:
         """The p of tests for a mean of 0, and the ends of bootstrap intervals.
 
         The ends and ``p_family`` are NaN with too few units or without ``bootstrap_ends``.
@@ -309,27 +311,27 @@ class PairedStream:
         values = columns["values"]
         mean = columns["mean"]
         error = columns["deviation"] / np.sqrt(self.n)
-        unknown = np.full(mean.shape, np.nan)
-        tests = dict.fromkeys([*_BOOTSTRAP_ENDS, "p_family"], unknown)
+        nan_column = np.full(mean.shape, np.nan)
+        tests = dict.fromkeys([*_BOOTSTRAP_ENDS, "p_family"], nan_column)
 
         p_flip = flipped(values, draws.signs)
         tests["p_flip"] = p_flip
         tests["p"] = p_flip
 
-        if draws.plain and self.bootstrap_ends:
-            upper, lower = resampling.t_quantiles(values, draws.plain, self.level)
+        if draws.plain_counts and self.bootstrap_ends:
+            upper, lower = resampling.t_quantiles(values, draws.plain_counts, self.level)
             tests["low_bootstrap"] = mean - upper * error
             tests["high_bootstrap"] = mean - lower * error
-        if not draws.sequential or not mean.size:
+        if not draws.sequential_counts or not mean.size:
             return tests
 
         t = resampling.t_of(mean, error)
         if not self.bootstrap_ends:
-            p_bootstrap = resampling.p_values(values, t, draws.sequential)
+            p_bootstrap = resampling.p_values(values, t, draws.sequential_counts)
             tests["p"] = np.maximum(p_flip, p_bootstrap)
             return tests
 
-        tails = resampling.tails(values, t, draws.sequential, self.level)
+        tails = resampling.tails(values, t, draws.sequential_counts, self.level)
         tests["p"] = np.maximum(p_flip, tails.p)
         tests["p_family"] = np.maximum(tests["p"], tails.p_adjusted)
 
@@ -341,7 +343,7 @@ class PairedStream:
         return tests
 
 
-def summary(d: np.ndarray, level: float = 0.95) -> Columns:
+def summary(d: np.ndarray, level: float = 0.95) -> CellColumns:
     """The mean, the standard deviation and the t interval (low, high) of each column.
 
     If some unit has no value in a column, its mean and deviation are NaN, so that it is not tested;
@@ -364,7 +366,7 @@ def summary(d: np.ndarray, level: float = 0.95) -> Columns:
     }
 
 
-def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
+def skewness(d: np.ndarray, columns: CellColumns) -> np.ndarray:
     """The third standardised moment of each column, from its :func:`summary`; NaN if nothing
     varies.
 
@@ -405,8 +407,8 @@ def false_discovery(p: np.ndarray) -> np.ndarray:
 class Draws(NamedTuple):
     """The random draws for a number of units: both kinds of resamples, and sign patterns."""
 
-    plain: resampling.Counts
-    sequential: resampling.Counts
+    plain_counts: resampling.Counts
+    sequential_counts: resampling.Counts
     signs: resampling.Signs
 
 
@@ -414,21 +416,21 @@ def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     """Draw the resamples for which n units are enough, and the sign patterns."""
     # Every number depends on the order of these draws.
     generator = np.random.default_rng(seed)
-    plain: resampling.Counts = []
-    sequential: resampling.Counts = []
+    plain_counts: resampling.Counts = []
+    sequential_counts: resampling.Counts = []
     if n >= FEWEST_FOR_BOOTSTRAP:
-        plain = resampling.resample(n, resamples, generator)
+        plain_counts = resampling.resample(n, resamples, generator)
     if n >= FEWEST_FOR_SIMULTANEOUS:
-        sequential = resampling.resample_sequentially(n, resamples, generator)
+        sequential_counts = resampling.resample_sequentially(n, resamples, generator)
     signs = drawn_signs(n, patterns, generator)
-    return Draws(plain, sequential, signs)
+    return Draws(plain_counts, sequential_counts, signs)
 
 
 # A page computes about a hundred tables with the same draws.
 _kept_draws = lru_cache(maxsize=1)(_random_draws)
 
 
-def _joined(blocks: list[Columns]) -> Columns:
+def _joined(blocks: list[CellColumns]) -> CellColumns:
     """The columns of all cells, from those of their blocks."""
     columns = {}
     for name in blocks[0]:

@@ -53,13 +53,13 @@ def flipped(differences: np.ndarray, signs: Signs) -> np.ndarray:
     if len(tried_columns) < len(means):
         values = differences[:, tried_columns]
     # An equal mean must count, although it was summed in a different order.
-    observed = abs(means)[tried_columns] * (1 - 1e-12)
+    observed_means = abs(means)[tried_columns] * (1 - 1e-12)
 
-    for packed in signs:
-        bits = np.unpackbits(packed, axis=1, count=len(differences))
+    for packed_signs in signs:
+        bits = np.unpackbits(packed_signs, axis=1, count=len(differences))
         factors = np.where(bits, -1.0, 1.0)  # [pattern, prompt]
         flipped_means = abs(factors @ values) / len(differences)
-        is_as_large = flipped_means >= observed
+        is_as_large = flipped_means >= observed_means
         count[tried_columns] += is_as_large.sum(0)
 
     p = (1 + count) / (1 + pattern_count)
@@ -384,11 +384,12 @@ def _infinite_where_far(
     the first resamples.
     """
     pilot_counts = [counts[0][:_PILOT]]
-    furthest = 0.0
+    furthest_t_star = 0.0
     for column_block in _blocks_of(columns):
-        pilot = _Resampled.of(differences[:, column_block], pilot_counts)
-        furthest = max(furthest, abs(pilot.t_star(_SMALLEST_SPREAD)).max())
-    return np.where(abs(t) > _FAR * furthest, np.copysign(np.inf, t), t)
+        resampled = _Resampled.of(differences[:, column_block], pilot_counts)
+        t_star = resampled.t_star(_SMALLEST_SPREAD)
+        furthest_t_star = max(furthest_t_star, abs(t_star).max())
+    return np.where(abs(t) > _FAR * furthest_t_star, np.copysign(np.inf, t), t)
 
 
 def _smallest_spread_for_p(n: int, cell_count: int) -> float:
@@ -443,7 +444,7 @@ class _Reach:
         )
 
     def add(self, column: int, t_star: np.ndarray) -> None:
-        """Add the t* of one cell [resample] to the extremes, and count how often they reach its t."""
+        """Add a cell's t* [resample] to the extremes, and count how often they reach its t."""
         np.maximum(self.largest, t_star, out=self.largest)
         np.minimum(self.smallest, t_star, out=self.smallest)
 

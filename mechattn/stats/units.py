@@ -220,17 +220,17 @@ def power(
 
     # Power grows with the number of prompts, so a binary search finds the first that is enough.
     prompt_counts = range(3, _MOST_PLANNED)
-    first_enough = bisect_left(prompt_counts, sure, key=lambda n: power_of(abs(effect), n, heads))
-    return prompt_counts[first_enough]
+    first_index = bisect_left(prompt_counts, sure, key=lambda n: power_of(abs(effect), n, heads))
+    return prompt_counts[first_index]
 
 
 def chance(n: int, tests: int, level: float, patterns: int) -> float:
     """The probability that one test alone has q below the level, if all of its differences have the
     same sign.
 
-    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``, the share of patterns that keep
-    all signs or flip all. With more it is ``(1 + hits) / (1 + patterns)``, with a binomial number
-    of hits: drawn patterns that do so.
+    That is ``tests · p < level``. Up to 12 units p is ``2^(1 − n)``, the share of patterns that
+    keep all signs or flip all. With more it is ``(1 + hits) / (1 + patterns)``, with a binomial
+    number of hits: drawn patterns that do so.
     """
     share_of_patterns = 2.0 ** (1 - n)
     if n <= MOST_EXACT:
@@ -252,10 +252,10 @@ def power_of(
     chance_of_flips = chance(n, tests, level, patterns_needed(resamples, tests))
     critical_t = stats.t.ppf(1 - level / (2 * tests), n - 1)
     shift = effect * np.sqrt(n)
-    right_sign = stats.nct.sf(critical_t, n - 1, shift)
+    p_right_sign = stats.nct.sf(critical_t, n - 1, shift)
     # Far below 1e-20 this may be NaN: https://github.com/scipy/scipy/issues/25470
-    wrong_sign = np.nan_to_num(stats.nct.cdf(-critical_t, n - 1, shift))
-    return chance_of_flips * float(right_sign + wrong_sign)
+    p_wrong_sign = np.nan_to_num(stats.nct.cdf(-critical_t, n - 1, shift))
+    return chance_of_flips * float(p_right_sign + p_wrong_sign)
 
 
 @lru_cache(maxsize=256)
@@ -347,8 +347,8 @@ class Units:
         """
         if self.group_of_prompt is None:
             return values
-        columns = pd.DataFrame(values.reshape(len(values), -1).astype(np.float64))
-        means = columns.groupby(self.group_of_prompt).mean()
+        columns = values.reshape(len(values), -1).astype(np.float64)
+        means = pd.DataFrame(columns).groupby(self.group_of_prompt).mean()
         return means.to_numpy().reshape(self.n, *values.shape[1:])
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:

@@ -77,9 +77,8 @@ def test_what_it_says(result):
         "The random seed was 3.",
     ):
         assert part in text, part
-    assert "(9,999 random patterns of signs)" in result.methods(
-        result.compare("slash", unit="prompt")
-    )
+    words = "(9,999 random patterns of signs) against no difference, as no null is known"
+    assert words in result.methods(result.compare("slash", unit="prompt", quantity="concentration"))
     assert "compared" not in result.methods()
 
 
