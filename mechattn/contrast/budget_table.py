@@ -9,7 +9,7 @@ import pandas as pd
 import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.means import mean_over_prompts, overall_mean
+from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import check_layer, labels_where
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
@@ -58,16 +58,15 @@ def budget_table(
     for cause in known_causes(result, condition):
         columns[cause] = in_condition.by_cause.sel(cause=cause)
 
-    rows = []
-    for payer in payers(result):
-        row: dict[str, object] = {"payer": payer}
-        for name, values in columns.items():
-            interval = overall_mean(result, _payer_values(values, payer))
-            row[name] = POINTS * float(interval.estimate)
-            row[f"{name}_low"] = POINTS * float(interval.low)
-            row[f"{name}_high"] = POINTS * float(interval.high)
-        rows.append(row)
-    return pd.DataFrame(rows)
+    shown_payers = payers(result)
+    table: dict[str, object] = {"payer": shown_payers}
+    for name, values in columns.items():
+        payer_values = _absent_as_zero(values).sel(segment=shown_payers)
+        interval = mean_over_prompts(result, payer_values, ["layer", "head"])
+        table[name] = POINTS * interval.estimate
+        table[f"{name}_low"] = POINTS * interval.low
+        table[f"{name}_high"] = POINTS * interval.high
+    return pd.DataFrame(table)
 
 
 def payers_and_causes(
@@ -106,7 +105,8 @@ def by_layer(result: Result, values: xr.DataArray, payer: str) -> Interval:
     """A payer's mean over heads and prompts in each layer, in points of 100, with 95 % t intervals
     over prompts [layer].
     """
-    mean, low, high = mean_over_prompts(result, _payer_values(values, payer), ["head"])
+    payer_values = _absent_as_zero(values).sel(segment=payer)
+    mean, low, high = mean_over_prompts(result, payer_values, ["head"])
     return Interval(POINTS * mean, POINTS * low, POINTS * high)
 
 
@@ -136,10 +136,9 @@ def busiest_layer(result: Result, condition: str) -> int:
     return int(changes.layer.values[total_amounts.argmax()])
 
 
-def _payer_values(values: xr.DataArray, payer: str) -> xr.DataArray:
-    """A payer's values; 0 in prompts without such a segment, so that the attention of all payers
-    adds up to 1.
+def _absent_as_zero(values: xr.DataArray) -> xr.DataArray:
+    """The values, with 0 for a segment that a measured prompt does not have, so that the attention
+    of all payers adds up to 1.
     """
     is_measured = values.sel(segment="question", drop=True).notnull()
-    payer_values = values.sel(segment=payer, drop=True)
-    return payer_values.fillna(0).where(is_measured)
+    return values.fillna(0).where(is_measured)
