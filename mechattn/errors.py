@@ -141,14 +141,14 @@ def memory_bytes(memory: str) -> int:
     raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str) -> None:
     """Warn at the user's line that called mechattn, however many internal calls lie between."""
     frame = sys._getframe(1)
     level = 2
     while frame.f_back is not None and _package_of(frame) in _OURS:
         frame = frame.f_back
         level += 1
-    warnings.warn(shown(message), category, stacklevel=level)
+    warnings.warn(shown(message), stacklevel=level)
 
 
 def reason(error: Exception) -> str:

@@ -86,7 +86,8 @@ def toml_values(path: str | Path, what: str = "config file") -> dict[str, Any]:
             f"{path} is larger than {_LARGEST_FILE // 2**20} MiB, so it is not a {what}"
         )
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        # utf-8-sig: some editors begin a file with a byte order mark, which is not TOML.
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise OptionError(f"{path} cannot be read: {error.strerror or error}") from None
     except RecursionError:
@@ -223,7 +224,7 @@ class Config(Section):
 
 
 def read_sections(path: str | Path) -> Config:
-    """Read a TOML file and check everything that can be checked without torch.
+    """Read a TOML file, and check its keys and the types of its values without torch.
 
     Raises:
         OptionError: The file cannot be read, or a key or value in it is refused.
@@ -280,7 +281,7 @@ def _section_at(section: Any, keys: Iterable[Any]) -> Any:
         if key not in section.model_fields:
             continue
         section = section.model_fields[key].annotation
-        # list[Section], dict[str, Section] or Section | None
+        # Unwraps list[Section], dict[str, Section] and Section | None.
         while types := [arg for arg in get_args(section) if arg is not type(None)]:
             section = types[-1]
     return section

@@ -209,10 +209,9 @@ def _boot(
         with transformers_restored():
             # TransformerLens changes the tokenizer that it is given, and looks for one if it is
             # given none. So it gets a copy, or for a model without a tokenizer a stand-in.
+            boot_tokenizer = copy.deepcopy(tokenizer)
             if tokenizer is None:
                 boot_tokenizer = checkpoint.lettered_tokenizer(1)
-            else:
-                boot_tokenizer = copy.deepcopy(tokenizer)
             bridge = TransformerBridge.boot_transformers(name, tokenizer=boot_tokenizer, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:

@@ -159,8 +159,8 @@ def tokenizer_of(place: str, **hub_options: Any) -> Any:
     from transformers import AutoTokenizer
 
     if os.path.isdir(place):
-        patterns = [pattern for pattern in _TOKENIZER_FILES if any(Path(place).glob(pattern))]
-        if not patterns:
+        files = [path for pattern in _TOKENIZER_FILES for path in Path(place).glob(pattern)]
+        if not files:
             return None
 
     folder, file_option = as_transformers_names(place)

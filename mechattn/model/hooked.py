@@ -171,11 +171,10 @@ def facts_of(model: Any) -> ModelFacts | None:
 
 def architecture_of(model: Any) -> str:
     """The architecture of a hooked model, such as "LlamaForCausalLM", or "unknown"."""
-    for name in ("architecture", "original_architecture"):  # of a bridge, of a HookedTransformer
-        architecture = getattr(model.cfg, name, None)
-        if architecture:
-            return str(architecture)
-    return "unknown"
+    cfg = model.cfg
+    # The second is the name that a HookedTransformer has for it.
+    architecture = getattr(cfg, "architecture", None) or getattr(cfg, "original_architecture", None)
+    return str(architecture or "unknown")
 
 
 def limit_of(model: Any, check: str) -> str | None:

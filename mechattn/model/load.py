@@ -266,7 +266,7 @@ def _as_hooked_model(
 def _leave_unverified(model: Any, facts: ModelFacts) -> None:
     """Turn verification off for a model, unless it passed and has not changed since.
 
-    A native model that was given, and beside which the model failed, is dropped.
+    A native model that the user gave is dropped if the verification with it failed.
     """
     if facts.state is not None:
         if facts.state == state_of(model):
@@ -277,8 +277,9 @@ def _leave_unverified(model: Any, facts: ModelFacts) -> None:
         facts.state = None
         facts.streaming = None
         facts.fused = None
-    elif facts.native_is_given:  # and the model has failed beside it
-        keep_twin(model, facts)  # so that the given model does not answer in this one's place
+    elif facts.native_is_given:
+        # The verification with it failed, so it must not generate answers in the model's place.
+        keep_twin(model, facts)
     facts.to_verify = False
 
 

@@ -52,7 +52,7 @@ def unloaded(model: Any) -> UnloadedModel:
     """
     if isinstance(model, (str, Path)):
         return _unloaded_checkpoint(str(model))
-    if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
+    if hasattr(model, "decode") and hasattr(model, "eos_token_id"):  # a tokenizer
         name = getattr(model, "name_or_path", None) or type(model).__name__
         return unloaded_tokenizer(model, name)
     hooked = load_model(model)

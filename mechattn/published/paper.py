@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mechattn.errors import OptionError, check_counts
@@ -26,7 +26,7 @@ from mechattn.store.reading import load_result
 
 
 def paper(
-    models: Sequence[str] | str,
+    models: Iterable[str | Path] | str | Path,
     out: str | os.PathLike[str] = "out/paper",
     *,
     prompts: str = "gsm8k",
@@ -127,18 +127,21 @@ def paper(
     return comparison
 
 
-def _checked_models(models: Sequence[str] | str) -> dict[str, str]:
+def _checked_models(models: object) -> dict[str, str]:
     """The start of the names of each model's files, by the name of the model.
 
     Raises:
-        OptionError: There are no models, or two would write to the same files or have the same
-            name on the page.
+        OptionError: No names are given, or two models would write to the same files or have the
+            same name on the page.
         ModelError: A name is not the name of a model.
     """
-    names = [models] if isinstance(models, str) else list(models)
-    if not names:
-        raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
-    file_name_of = file_names(names)
+    if isinstance(models, (str, Path)):
+        models = [models]
+    if not models or not isinstance(models, Iterable):
+        raise OptionError(
+            'give the name of a model, such as ma.paper("real:smollm2") or --model real:smollm2'
+        )
+    file_name_of = file_names(map(str, models))
     model_of: dict[str, str] = {}
     for name in file_name_of:
         namesake = model_of.setdefault(provenance.name_of(name), name)

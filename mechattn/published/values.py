@@ -369,7 +369,7 @@ def log_ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     Raises:
         NotMeasurable: One of them is 0 or undefined, so there is no ratio.
     """
-    if not ((numerator > 0).all() and (denominator > 0).all()):
+    if not (np.minimum(numerator, denominator) > 0).all():  # also refuses NaN
         raise NotMeasurable(
             "in some prompt one of the two numbers is undefined or is 0, so there is no ratio"
         )

@@ -94,7 +94,8 @@ def test_each_draw_has_weights_of_its_own(toy, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [
-        ([], {}, "give a model"),
+        ([], {}, "give the name"),
+        (3, {}, "give the name"),
         ("toy:llama", {"limit": 2}, "limit=2: give a whole number, at least 3"),
         ("toy:llama", {"new_tokens": 0}, "new_tokens=0"),
         (["models--a--b/snapshots/c", "models--a--b/snapshots/d"], {}, "both be called 'a/b'"),

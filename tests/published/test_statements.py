@@ -42,6 +42,6 @@ def test_a_caption_is_said_to_be_one():
 def test_a_mistake_is_a_sentence(tmp_path, old, new, message):
     assert old in TEXT
     path = tmp_path / "statements.toml"
-    path.write_text(TEXT.replace(old, new, 1), encoding="utf-8")
+    path.write_text(TEXT.replace(old, new, 1), encoding="utf-8-sig")  # with a byte order mark
     with pytest.raises(OptionError, match=message):
         read_statements(path)
