@@ -314,22 +314,24 @@ def circuit(
     request = request_of(model, prompts, condition, metric, "noising", memory, seed)
     request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking_half, reporting_half = request.units.halves()
-    ranking = request.of_prompts(ranking_half)
-    reporting = request.of_prompts(reporting_half)
+    ranking_request = request.of_prompts(ranking_half)
+    reporting_request = request.of_prompts(reporting_half)
 
     model = request.model
     graph = graph_of(model)
     edge_count = int(graph.exists.sum())
     all_sizes = _all_sizes(sizes, edge_count)
-    check_edges_fit(model, graph, ranking.pairs + reporting.pairs, request.memory)
-    scores = attributed_edges(ranking, graph, steps)
+    check_edges_fit(model, graph, ranking_request.pairs + reporting_request.pairs, request.memory)
+    scores = attributed_edges(ranking_request, graph, steps)
 
     # The order of the scores comes first, then random orders to compare it with.
     generator = np.random.default_rng(seed)
     orders = [_ranked(scores, graph.exists)]
     orders += [generator.permutation(edge_count) for _ in range(_DRAWS)]
 
-    measurement = CircuitMeasurement(ranking, reporting, graph, all_sizes, ablation, generator)
+    measurement = CircuitMeasurement(
+        ranking_request, reporting_request, graph, all_sizes, ablation, generator
+    )
     curve = _curve(all_sizes, measurement.effects(orders))
 
     cfg = model.cfg
@@ -337,7 +339,7 @@ def circuit(
         **scores.about,
         "ablation": ablation,
         "ranked_on": scores.units.words,
-        "reported_on": reporting.units.words,
+        "reported_on": reporting_request.units.words,
         "cfg": {
             "n_layers": cfg.n_layers,
             "n_heads": cfg.n_heads,
