@@ -166,9 +166,8 @@ class Circuit:
         if not isinstance(q, (int, float)) or not 0 < q <= 1:
             raise OptionError(f"q={q!r}: give a number above 0 and up to 1, such as 0.05")
         table = self.edges.table()
-        tested = table.attrs["tested"]
         kept_edges = np.zeros_like(self.graph.exists)
-        kept_edges[self.edges.measured] = table[f"q_{tested}"] < q
+        kept_edges[self.edges.measured] = table["q_effect"] < q
         if not kept_edges.any():
             warn(f"no edge has q < {q}; {table.attrs['resolution']}")
         return _connected(self.graph, kept_edges)
