@@ -237,8 +237,8 @@ class Circuit:
         lines = [
             (
                 f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
-                f" {about['ranked_on']}, {self.edges.method_words}; on {about['reported_on']} all other"
-                f" edges carry {_ABLATION_WORDS[about['ablation']]}"
+                f" {about['ranked_on']}, {self.edges.method_words}; on {about['reported_on']} all"
+                f" other edges carry {_ABLATION_WORDS[about['ablation']]}"
             ),
             str(self.edges.resolution),
             printed(self.curve),

@@ -98,7 +98,7 @@ class Patching:
 
     @property
     def sharing_words(self) -> str:
-        """Which heads share keys and values, in words; empty if none do or no edges were measured."""
+        """Which heads share keys and values, in words; empty if none do, or without edges."""
         readers = self.about.get("readers_of_first_values", [])
         if len(readers) < 2:
             return ""

@@ -226,7 +226,7 @@ class PatchingRequest:
         axes: Mapping[str, Sequence[Any]],
         **about: Any,
     ) -> Patching:
-        """Collect the effects of all pairs in a ``Patching``, and show how far their measurement is.
+        """Collect the effects of all pairs in a ``Patching``, and show the progress.
 
         Args:
             batches: The effects of each batch of pairs, by the id of the prompt. They are measured
