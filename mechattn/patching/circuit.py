@@ -166,9 +166,8 @@ class Circuit:
         if not isinstance(q, (int, float)) or not 0 < q <= 1:
             raise OptionError(f"q={q!r}: give a number above 0 and up to 1, such as 0.05")
         table = self.edges.table()
-        tested = table.attrs["tested"]
         kept_edges = np.zeros_like(self.graph.exists)
-        kept_edges[self.edges.measured] = table[f"q_{tested}"] < q
+        kept_edges[self.edges.measured] = table["q_effect"] < q
         if not kept_edges.any():
             warn(f"no edge has q < {q}; {table.attrs['resolution']}")
         return _connected(self.graph, kept_edges)
@@ -238,8 +237,8 @@ class Circuit:
         lines = [
             (
                 f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
-                f" {about['ranked_on']}, {self.edges.method_words}; on {about['reported_on']} all other"
-                f" edges carry {_ABLATION_WORDS[about['ablation']]}"
+                f" {about['ranked_on']}, {self.edges.method_words}; on {about['reported_on']} all"
+                f" other edges carry {_ABLATION_WORDS[about['ablation']]}"
             ),
             str(self.edges.resolution),
             printed(self.curve),
@@ -314,22 +313,24 @@ def circuit(
     request = request_of(model, prompts, condition, metric, "noising", memory, seed)
     request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking_half, reporting_half = request.units.halves()
-    ranking = request.of_prompts(ranking_half)
-    reporting = request.of_prompts(reporting_half)
+    ranking_request = request.of_prompts(ranking_half)
+    reporting_request = request.of_prompts(reporting_half)
 
     model = request.model
     graph = graph_of(model)
     edge_count = int(graph.exists.sum())
     all_sizes = _all_sizes(sizes, edge_count)
-    check_edges_fit(model, graph, ranking.pairs + reporting.pairs, request.memory)
-    scores = attributed_edges(ranking, graph, steps)
+    check_edges_fit(model, graph, ranking_request.pairs + reporting_request.pairs, request.memory)
+    scores = attributed_edges(ranking_request, graph, steps)
 
     # The order of the scores comes first, then random orders to compare it with.
     generator = np.random.default_rng(seed)
     orders = [_ranked(scores, graph.exists)]
     orders += [generator.permutation(edge_count) for _ in range(_DRAWS)]
 
-    measurement = CircuitMeasurement(ranking, reporting, graph, all_sizes, ablation, generator)
+    measurement = CircuitMeasurement(
+        ranking_request, reporting_request, graph, all_sizes, ablation, generator
+    )
     curve = _curve(all_sizes, measurement.effects(orders))
 
     cfg = model.cfg
@@ -337,7 +338,7 @@ def circuit(
         **scores.about,
         "ablation": ablation,
         "ranked_on": scores.units.words,
-        "reported_on": reporting.units.words,
+        "reported_on": reporting_request.units.words,
         "cfg": {
             "n_layers": cfg.n_layers,
             "n_heads": cfg.n_heads,

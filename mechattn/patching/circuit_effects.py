@@ -40,16 +40,17 @@ class CircuitMeasurement:
     """Measures what the first edges of an order carry alone, on the reporting half of the prompts.
 
     Args:
-        ranking: The request for the ranking half, whose clean runs "mean" and "resample" use.
-        reporting: The request for the reporting half, on which circuits are run.
+        ranking_request: The request for the ranking half, whose clean runs "mean" and "resample"
+            use.
+        reporting_request: The request for the reporting half, on which circuits are run.
         graph: The graph of the model.
         sizes: Numbers of edges, from 0 to all.
         ablation: What the other edges carry, as for ``circuit``.
         generator: Draws the prompts for "resample".
     """
 
-    ranking: PatchingRequest
-    reporting: PatchingRequest
+    ranking_request: PatchingRequest
+    reporting_request: PatchingRequest
     graph: Graph
     sizes: Sequence[int]
     ablation: Ablation
@@ -67,7 +68,7 @@ class CircuitMeasurement:
         circuits = [first_edges(self.graph, order, size) for order in orders for size in self.sizes]
         kept_edges = torch.from_numpy(np.stack(circuits))
 
-        request = self.reporting
+        request = self.reporting_request
         effects = []
         with holding(request.model), showing_edges(request.model):
             replacement_of = self._replacement()
@@ -89,8 +90,8 @@ class CircuitMeasurement:
         generator = deepcopy(self.generator)  # so that every ranking gets the same prompts
 
         def resampled(runs: EdgeRuns) -> Written:
-            index = int(generator.integers(len(self.ranking.pairs)))
-            return _from_the_end(runs.written, self._written(self.ranking.pairs[index]))
+            index = int(generator.integers(len(self.ranking_request.pairs)))
+            return _from_the_end(runs.written, self._written(self.ranking_request.pairs[index]))
 
         return resampled
 
@@ -100,22 +101,24 @@ class CircuitMeasurement:
         It is taken by position if all prompts of both halves have the same length, and otherwise
         over all tokens.
         """
-        lengths = {len(pair.base) for pair in (*self.ranking.pairs, *self.reporting.pairs)}
-        total: Any = 0.0
-        count = 0
-        for pair in self.ranking.pairs:
+        ranking_pairs = self.ranking_request.pairs
+        all_pairs = [*ranking_pairs, *self.reporting_request.pairs]
+        have_one_length = len({len(pair.base) for pair in all_pairs}) == 1
+
+        written_sum: Any = 0.0
+        for pair in ranking_pairs:
             written = self._written(pair)
-            if len(lengths) == 1:
-                count += 1
-                total = total + written
-            else:
-                count += len(pair.base)
-                total = total + written.sum(1, keepdim=True)
-        return total / count
+            if not have_one_length:
+                written = written.sum(1, keepdim=True)
+            written_sum = written_sum + written
+
+        if have_one_length:
+            return written_sum / len(ranking_pairs)
+        return written_sum / sum(len(pair.base) for pair in ranking_pairs)
 
     def _written(self, pair: Pair) -> Written:
         """What each writer writes in a pair's clean run."""
-        return read_edges(self.ranking.model, self.graph, pair.base).written
+        return read_edges(self.ranking_request.model, self.graph, pair.base).written
 
 
 def _from_the_end(written: Written, source: Written) -> Written:
@@ -123,7 +126,7 @@ def _from_the_end(written: Written, source: Written) -> Written:
 
     Where this run is longer, its first tokens keep what they write.
     """
-    shared = min(source.shape[1], written.shape[1])
+    shorter_length = min(source.shape[1], written.shape[1])
     aligned = written.clone()
-    aligned[:, -shared:] = source[:, -shared:]
+    aligned[:, -shorter_length:] = source[:, -shorter_length:]
     return aligned

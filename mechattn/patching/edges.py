@@ -178,8 +178,8 @@ def edge_runs(model: HookedModel, graph: Graph, memory: int, pair: Pair) -> Edge
     if missing_fraction > rounding_of(model, *_MISSING_FRACTIONS):
         raise ModelError(
             f"what heads and MLPs of {model.cfg.model_name} write does not add up to the residual"
-            f" stream ({missing_fraction:.2g} of its change is missing), so edges have no meaning: patch"
-            " nodes with ma.patch, or paths between heads with ma.paths"
+            f" stream ({missing_fraction:.2g} of its change is missing), so edges have no meaning:"
+            " patch nodes with ma.patch, or paths between heads with ma.paths"
         )
     unpatched_logits = UnpatchedLogits(pair, base.logits, source.logits)
     return EdgeRuns(model, graph, memory, unpatched_logits, base.written, exchanged)

@@ -23,6 +23,7 @@ Indices = np.ndarray | slice  # of units or cells
 _ALL = slice(None)
 
 Method = Literal["exact", "attribution"]
+# How effects are measured; those of induction heads are from ablation.
 _METHOD_WORDS = {
     "exact": "patched",
     "attribution": "attributed (first order)",
@@ -97,7 +98,7 @@ class Patching:
 
     @property
     def sharing_words(self) -> str:
-        """Which heads share keys and values, in words; empty if none do or no edges were measured."""
+        """Which heads share keys and values, in words; empty if none do, or without edges."""
         readers = self.about.get("readers_of_first_values", [])
         if len(readers) < 2:
             return ""
@@ -236,15 +237,15 @@ class Patching:
         if "head" in self.labels or "reader" in self.labels:
             top = _SHOWN
         table = self.table(top=top)
-        family = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
+        tests_words = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
         if len(table) < len(self._cell_labels):
             criterion = "the largest"
             if self._has_few_units:
                 criterion = "those whose interval is furthest from 0"
-            family += f"; {len(table)} of {len(self._cell_labels)} shown, {criterion}"
+            tests_words += f"; {len(table)} of {len(self._cell_labels)} shown, {criterion}"
 
         mean, low, high = self.whole
-        lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {family}")
+        lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tests_words}")
         lines += self._cautions()
         lines.append(str(table.attrs["resolution"]))
         lines.append(self._agreement_words())

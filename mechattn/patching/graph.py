@@ -181,19 +181,18 @@ def run_edges(
         gradients: Whether the pass keeps what gradients of activations need.
     """
     hooks: list[Hook] = []
-    embedding = "blocks.0.hook_resid_pre"
+    hook_embedding = "blocks.0.hook_resid_pre"
     if change_embedding is not None:
-        hooks.append((embedding, change_embedding))
+        hooks.append((hook_embedding, change_embedding))
     if see_written is not None:
-        hooks.append((embedding, lambda x: see_written(slice(0, 1), _by_node(x))))
+        hooks.append((hook_embedding, lambda x: see_written(slice(0, 1), _by_node(x))))
         for layer in range(model.cfg.n_layers):
             hooks += _hooks_of_writers(model, graph, layer, see_written)
     if change_read is not None:
         for component in graph.components:
             kind, layer = component
-            hooks.append(
-                (_HOOKS[kind].format(layer), partial(_changed_inputs, change_read, component))
-            )
+            name = _HOOKS[kind].format(layer)
+            hooks.append((name, partial(_changed_inputs, change_read, component)))
 
     with ExitStack() as stack:
         for name, function in hooks:

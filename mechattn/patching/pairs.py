@@ -55,7 +55,7 @@ from mechattn.stats.units import Units
 
 Direction = Literal["denoising", "noising"]
 # The variables of ``Patching.effects`` for one prompt, by name: the effects [*axes], those of each
-# control, and the whole effect.
+# control, the whole effect, and where it is needed the metric of the base run.
 PromptEffects = Mapping[str, np.ndarray | float]
 _OTHER = "other version"  # the name of the condition; the other name is that of the baseline
 
@@ -226,7 +226,7 @@ class PatchingRequest:
         axes: Mapping[str, Sequence[Any]],
         **about: Any,
     ) -> Patching:
-        """Collect the effects of all pairs in a ``Patching``, and show how far their measurement is.
+        """Collect the effects of all pairs in a ``Patching``, and show the progress.
 
         Args:
             batches: The effects of each batch of pairs, by the id of the prompt. They are measured

@@ -171,10 +171,10 @@ def patch(
         target = replace(target, token_groups=_changed_positions(pairs))
 
     cells = target.cells
-    partners: dict[str, Pair] = {}
+    partners = {}
     if "other_prompt" in controls:
         partners = partners_of(pairs, seed)
-    starts: list[int] = []
+    starts = []
     if method == "exact":
         first_layers = [cell.first_layer for cell in cells]
         starts = possible_starts(request.model, request.shortest, first_layers)

@@ -94,14 +94,14 @@ def head_count(model: HookedModel, part: Part) -> int:
 
 @contextmanager
 def changing(
-    model: HookedModel, part: Part, layers: Mapping[int, ActivationChange]
+    model: HookedModel, part: Part, changes: Mapping[int, ActivationChange]
 ) -> Iterator[None]:
     """Replace the activation of a part in some layers by a function of it, inside a ``with`` block.
 
     Args:
         model: The hooked model.
         part: The part whose activation is replaced.
-        layers: The function for each layer to change. It gets an activation [batch pos head
+        changes: The function for each layer to change. It gets an activation [batch pos head
             d_head]; a part without heads comes as one head, and a pattern as [batch query head
             key].
 
@@ -109,14 +109,14 @@ def changing(
         ModelError: A layer has no hook for this part.
     """
     if part == "z":
-        with changing_z(model, layers):
+        with changing_z(model, changes):
             yield
         return
 
-    heads = head_count(model, part)
+    count = head_count(model, part)
     with ExitStack() as stack:
-        for layer, change in layers.items():
-            change_output = partial(_with_heads_changed, change, heads)
+        for layer, change in changes.items():
+            change_output = partial(_with_heads_changed, change, count)
             if part == "pattern":
                 change_output = partial(_with_queries_changed, change)
             hook = hook_of(model, part, layer)
@@ -384,9 +384,9 @@ def gradients_of(
     return {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}
 
 
-def _with_heads_changed(change: ActivationChange, heads: int, x: Tensor) -> Tensor:
-    """Apply a change of heads to an activation, and return the result in the same shape."""
-    changed = change(split_heads(x, heads))
+def _with_heads_changed(change: ActivationChange, count: int, x: Tensor) -> Tensor:
+    """Apply a change to an activation of some number of heads, and return it in the same shape."""
+    changed = change(split_heads(x, count))
     return changed.reshape(x.shape)
 
 

@@ -240,7 +240,7 @@ def _path_effects(
         return x
 
     # The first pass gives the effect of paths to the logits, and what the other receivers get.
-    receivers: dict[int, Receiver] = {}  # by row
+    receivers = {}  # by row
     for row, (path, _) in enumerate(rows):
         if path.receiver is not None:
             receivers[row] = path.receiver
