@@ -183,14 +183,18 @@ class SegmentFlow(AnalysisBase):
     def quantities(self) -> Quantities:
         """The flow of attention, and the flow of values."""
         dims = ("head", "segment", "to_segment")
-        flow = "attention of a query of the segment to all keys of to_segment together"
-        by_value = "sum over keys of to_segment of A |v|, divided by the sum over all keys"
-        return means_of(
-            {
-                "flow": Quantity(dims, "probability", flow),
-                "value_flow": Quantity(dims, "share", by_value, no_null="it depends on the values"),
-            }
+        flow = Quantity(
+            dims,
+            "probability",
+            "attention of a query of the segment to all keys of to_segment together",
         )
+        value_flow = Quantity(
+            dims,
+            "share",
+            "sum over keys of to_segment of A |v|, divided by the sum over all keys",
+            no_null="it depends on the values",
+        )
+        return means_of({"flow": flow, "value_flow": value_flow})
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero flow."""
@@ -210,11 +214,11 @@ class SegmentFlow(AnalysisBase):
         norms = for_each_head(norms, pattern.shape[1]).unsqueeze(-1)
         # One product for both: reading the pattern again would cost more than the added columns.
         columns = torch.cat([is_key.expand(*norms.shape[:3], -1), norms * is_key], -1)
-        flow, by_value = (pattern @ columns).chunk(2, -1)
+        query_flow, query_value_flow = (pattern @ columns).chunk(2, -1)
         # Every key that is seen is in one segment, so the segments add up to all keys.
-        total = by_value.sum(-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
-        sums["flow"] += is_query @ flow
-        sums["value_flow"] += is_query @ (by_value / total)
+        total = query_value_flow.sum(-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
+        sums["flow"] += is_query @ query_flow
+        sums["value_flow"] += is_query @ (query_value_flow / total)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment.

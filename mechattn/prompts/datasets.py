@@ -313,8 +313,8 @@ class _Fields:
             names = [_quoted(name) for name in self.values]
             listed_names = ", ".join(names[:_MOST_NAMED_FIELDS]) or "none"
             raise PromptError(
-                f"{self.where} has no field {field!r}; its fields are {listed_names}. Name the field"
-                f" with {option}=…"
+                f"{self.where} has no field {field!r}; its fields are {listed_names}. Name the"
+                f" field with {option}=…"
             )
         return self.values[field]
 

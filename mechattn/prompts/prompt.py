@@ -90,8 +90,8 @@ class Prompt:
             if not isinstance(text, str):
                 raise PromptError(
                     f"prompt {self.id} has {text!r:.40} where a text belongs (its id, question,"
-                    ' solution, counterpart …); give a text, such as "5", or for a counterpart a list'
-                    " of token ids"
+                    ' solution, counterpart …); give a text, such as "5", or for a counterpart a'
+                    " list of token ids"
                 )
             if _SURROGATES.search(text):
                 raise PromptError(

@@ -155,16 +155,17 @@ def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) ->
     first_token = prompt.tokens[0]
     if bos is not None and first_token != bos:
         raise PromptError(
-            f"the token ids of prompt {prompt.id} begin with {first_token}, but this model reads text "
-            f"after a BOS token ({bos}); put it first, or set model.cfg.default_prepend_bos = False"
+            f"the token ids of prompt {prompt.id} begin with {first_token}, but this model reads"
+            f" text after a BOS token ({bos}); put it first, or set"
+            " model.cfg.default_prepend_bos = False"
         )
 
     unused_bos = getattr(model.tokenizer, "bos_token_id", None)
     is_unused = bos is None and unused_bos is not None and first_token == unused_bos
     if is_unused and not _opens_chats(model.tokenizer):
         raise PromptError(
-            f"the token ids of prompt {prompt.id} begin with the BOS token {first_token}, but this model "
-            "reads text without one; remove it, or set model.cfg.default_prepend_bos = True"
+            f"the token ids of prompt {prompt.id} begin with the BOS token {first_token}, but this"
+            " model reads text without one; remove it, or set model.cfg.default_prepend_bos = True"
         )
 
 
