@@ -50,16 +50,16 @@ class PlacedBatch:
             windows: The number of keys that a query of each measured layer sees; None for all.
             prompt_ids: The id of each prompt of the run; the rows of a batch hold indices of it.
         """
-        home = device_of(model)
+        input_device = device_of(model)
         devices = {layer: device_of(model.blocks[layer]) for layer in windows}
-        copies = {device: batch.to(device) for device in {home, *devices.values()}}
+        copies = {device: batch.to(device) for device in {input_device, *devices.values()}}
         layer_batches = {
             layer: copies[device].as_read_by(layer) for layer, device in devices.items()
         }
 
         return cls(
             model=model,
-            input_batch=copies[home],
+            input_batch=copies[input_device],
             windows=windows,
             devices=devices,
             copies=copies,

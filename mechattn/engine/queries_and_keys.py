@@ -30,7 +30,7 @@ Values = Float[Tensor, "batch kv_head pos d_value"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionScores:
-    """How a model computes attention scores: ``cap(scale · q·k) + alibi · k`` for visible keys.
+    """How a model computes the score of a visible key: ``cap(scale · q·k) + alibi · position(k)``.
 
     Args:
         scale: The factor of the scores; ``1 / √d_head`` by default.
@@ -90,8 +90,9 @@ def measure(
 ) -> dict[str, Tensor]:
     """Compute statistics of causal attention from queries and keys.
 
-    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, computed in blocks of
-    query rows and at least in float32, with the streaming code of ``run``.
+    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · position(k)``, computed in
+    blocks of query rows and at least in float32, with the streaming code of ``run``. The softmax
+    also runs over a head's sink, whose probability is left out of A.
 
     Queries of 0 give the null, uniform attention: ``measure(torch.zeros_like(q), k)``. Slopes and
     sinks in ``scores`` would make it non-uniform.

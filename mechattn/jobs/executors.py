@@ -35,7 +35,7 @@ class Executor(Protocol):
     """Something that computes chunks."""
 
     def parts(self, job: Job, chunk_indices: Sequence[int]) -> Iterator[tuple[int, Result]]:
-        """Yield the index and the result of each chunk, in any order."""
+        """Yield the index and the result of each of these ``job.chunks``, in any order."""
 
 
 def executor_for(

@@ -59,6 +59,9 @@ class Job:
             name.
         values: How per-prompt numbers are stored: "float32", or "float16", which takes half the
             space and rounds by up to 0.05 % (numbers below 6e-5 by up to 3e-8).
+
+    Raises:
+        MechattnError: The model is not given by its name, or another argument cannot be used.
     """
 
     model: str

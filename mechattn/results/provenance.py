@@ -298,8 +298,7 @@ def _attributes_of(value: Any) -> list[str]:
     repr leaves out are left out of our own dataclasses."""
     class_of_value: Any = type(value)
     if is_dataclass(value):
-        is_our_class = is_ours(class_of_value)
-        return [field.name for field in fields(value) if field.repr or not is_our_class]
+        return [field.name for field in fields(value) if field.repr or not is_ours(class_of_value)]
     names = list(getattr(value, "__dict__", ()))
     for parent in class_of_value.__mro__:
         slots = vars(parent).get("__slots__", ())

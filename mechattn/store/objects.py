@@ -204,7 +204,8 @@ class Listing(MemoryStore):
     """The listed objects of a result, as a Zarr store.
 
     A MemoryStore has a dictionary of contents, whose keys tell Zarr which objects exist. Here it
-    has the checksums in place of the contents, and the root, which is not in the listing.
+    has the checksums in place of the contents, and the root, which is not in the listing. Zarr
+    writes a group before its arrays, so what it would add ``if_not_exists`` is listed already.
 
     Args:
         location: Where the objects are.
