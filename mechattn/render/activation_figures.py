@@ -81,9 +81,9 @@ def activation_histogram(
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
 
-    note = f"layer {layer}, question tokens; n = {counts_words(results)}"
-    note += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
-    draw.title_above_legend(figure, "activations of the MLP", note, 480, top=150)
+    small_print = f"layer {layer}, question tokens; n = {counts_words(results)}"
+    small_print += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
+    draw.title_above_legend(figure, "activations of the MLP", small_print, 480, top=150)
     return says(figure, "Near-zero share:", *sentences)
 
 
@@ -130,11 +130,11 @@ def activation_metrics(
         draw.rule(figure, y=0, column=column)
 
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
-    note = (
+    small_print = (
         f"layer {layer}, {segment} tokens; n = {counts_words(results)}; bars: 95 % t intervals of"
         " the log-ratio of prompts' means"
     )
-    draw.title_above_legend(figure, "changes of the MLP's activations", note, 520, top=130)
+    draw.title_above_legend(figure, "changes of the MLP's activations", small_print, 520, top=130)
     return says(figure, "Change of the near-zero share:", *sentences)
 
 
@@ -180,11 +180,13 @@ def near_zero_by_class(
         sentences.append(model_sentence(result, phrases))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
-    note = (
+    small_print = (
         f"layer {layer}; n: prompts with such a token in each condition; bars: 95 % t intervals"
         " over prompts"
     )
-    draw.title_above_legend(figure, "near-zero activations by class of token", note, 500, top=150)
+    draw.title_above_legend(
+        figure, "near-zero activations by class of token", small_print, 500, top=150
+    )
     return says(figure, "Near-zero share.", *sentences)
 
 
@@ -228,11 +230,11 @@ def agreement(
     draw.rule(figure, y=0)
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
 
-    note = (
+    small_print = (
         f"of changes from the baseline, layer {layer}, question tokens; n = {counts_words(results)}"
         "; bars: 95 % t intervals"
     )
-    draw.title_above_legend(figure, f"agreement with “{condition}”", note, 460, top=130)
+    draw.title_above_legend(figure, f"agreement with “{condition}”", small_print, 460, top=130)
     return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)
 
 

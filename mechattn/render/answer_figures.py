@@ -59,8 +59,8 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
         _accuracy_by_condition(figure, tables, names)
 
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
-    note = f"n = {_count_words(tables.values())}; bars: 95 % intervals"
-    draw.title(figure, f"accuracy by {over or 'condition'}", note, 460)
+    small_print = f"n = {_count_words(tables.values())}; bars: 95 % intervals"
+    draw.title(figure, f"accuracy by {over or 'condition'}", small_print, 460)
     return figure
 
 
@@ -139,11 +139,11 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     figure.update_yaxes(draw.named_ticks(labels), autorange="reversed", row=1, col=1)
 
     heading = f"{measured.about}: attention of {measured.queries}"
-    note = (
+    small_print = (
         "bars: 95 % over answers, and over pairs of about the same length; upright lines: uniform"
         " attention"
     )
-    draw.title_above_legend(figure, heading, note, 260 + 60 * len(table), top=150)
+    draw.title_above_legend(figure, heading, small_print, 260 + 60 * len(table), top=150)
     return says(figure, _pair_words(table))
 
 
@@ -194,12 +194,12 @@ def dose_curves(
     figure.update_xaxes(title_text=option_words(over), row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
 
-    note = "bars: 95 %, over problems above, over prompts below"
+    small_print = "bars: 95 %, over problems above, over prompts below"
     if any(trace.line.dash == "dot" for trace in change_figure.data):
-        note += "; dotted: the null"
+        small_print += "; dotted: the null"
 
     heading = f"{model_caption(result)}: answers and attention by {over}"
-    draw.title_above_legend(figure, heading, note, 640, top=150)
+    draw.title_above_legend(figure, heading, small_print, 640, top=150)
     return says(figure, sentence_of(change_figure))
 
 

@@ -80,7 +80,7 @@ def _page_words(words: PageWords, result: Result, options: Mapping[str, Any]) ->
     return replace(words, note=note, title_end=received_title_end(result, options))
 
 
-@declare(NAME, report=[{}], page_words=_page_words)
+@declare(NAME, report=[{}], add_words=_page_words)
 def received_attention(
     result: Result,
     layer: int | Sequence[int] | None,

@@ -102,7 +102,7 @@ def _with_table(words: PageWords, result: Result, options: Mapping[str, Any]) ->
     return replace(words, table=table) if table.rows else words
 
 
-@declare(NAME, report=[{}], page_words=_with_table)
+@declare(NAME, report=[{}], add_words=_with_table)
 def attention_budget(result: Result, conditions: Sequence[str] | None = None) -> go.Figure:
     """Plot what the question attends to by layer, and the change of its attention to itself by
     cause.
@@ -128,7 +128,9 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     figure = _panels(changed)
     for column, condition in enumerate([BASELINE, *changed], 1):
         _stack(figure, result, condition, column)
-    figure.update_xaxes(title_text="layer", title_standoff=4, **draw.steps(dataset.sizes["layer"]))
+    figure.update_xaxes(
+        title_text="layer", title_standoff=4, **draw.numbered_ticks(dataset.sizes["layer"])
+    )
     figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
     figure.update_yaxes(range=[0, 100], row=1)
     height = 400
@@ -136,12 +138,14 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
         _changes(figure, result, changed)
         height = 720
 
-    note = f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
+    small_print = (
+        f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
+    )
     one_cause = str(dataset.attrs.get("one_cause", ""))
     if one_cause:
-        note += f"; distance and hidden states are one cause, since {one_cause}"
+        small_print += f"; distance and hidden states are one cause, since {one_cause}"
     heading = f"{model_caption(result)}: what the question attends to"
-    draw.title_above_legend(figure, heading, note, height, 140)
+    draw.title_above_legend(figure, heading, small_print, height, 140)
 
     # The second legend is below the panels, with room for several rows in a narrow notebook.
     lower_legend = dict(orientation="h", y=0, yref="container", yanchor="bottom")

@@ -76,12 +76,12 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     faithfulness = _faithfulness_words(circuit, size, q)
     edge_count = int(circuit.graph.exists.sum())
     about = circuit.about
-    note = (
+    small_print = (
         f"{about['metric']}; {len(table)} of {edge_count} edges, {about['method']}; ranked on"
         f" {about['ranked_on']}. {faithfulness}"
     )
     heading = f"{about['model']}: circuit"
-    draw.title_above_legend(figure, heading, note, 200 + 80 * len(ticks), top=110)
+    draw.title_above_legend(figure, heading, small_print, 200 + 80 * len(ticks), top=110)
     return says(
         figure, f"{len(table)} edges on paths from the embedding to the logits. {faithfulness}"
     )

@@ -79,14 +79,14 @@ def focus_and_impact(
     figure.update_yaxes(rangemode="tozero")
     middle = (len(titles) + 1) // 2
     figure.update_xaxes(title_text="attention of the query to the first token", row=2, col=middle)
-    note = (
+    small_print = (
         f"the claim: {_CLAIM} (dotted). {condition}, {segment} queries, n = {count_words(result)}; "
         "line and band: median and quartiles; points: means, 95 % intervals"
     )
     if f"magnitude{BEFORE_NORM}" in result["head_updates"]:
-        note += "; after the norm that follows attention"
+        small_print += "; after the norm that follows attention"
     heading = f"{model_caption(result)}: what heads write where they look at the first token"
-    draw.title_above_legend(figure, heading, note, 580, top=110)
+    draw.title_above_legend(figure, heading, small_print, 580, top=110)
     figure.update_layout(showlegend=False, bargap=0.15)
     return says(figure, _measured_answer(result, condition, segment))
 

@@ -184,7 +184,7 @@ def scale_by_layer(
 
     uniform = _over_heads(result, dataset.scale_uniform).estimate
     draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT)
-    figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
+    figure.update_xaxes(title_text="layer", **draw.numbered_ticks(len(layers)))
     figure.update_yaxes(rangemode="tozero")
     note = f"{condition}, {segment} queries, n = {count_words(result)}; bars: 95 % intervals"
     draw.title_above_legend(
@@ -359,7 +359,7 @@ def _titled(
     draw.title(figure, heading, layer_quantity.small_print(note), height)
 
     variable = layer_quantity.variable
-    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
+    figure.update_xaxes(title_text="layer", **draw.numbered_ticks(variable.sizes["layer"]))
     axis_words = f"{layer_quantity.title}<br>({variable.attrs['units']})"
     figure.update_yaxes(title_text=axis_words, col=1)
     return says(figure, _sentence(layer_quantity))

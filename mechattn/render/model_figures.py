@@ -177,9 +177,9 @@ def verdicts(
     heading = f"Change of {quantity_words('received', segment)}"
     if len(set(names)) == 1:
         heading += f" with “{names[0]}”"
-    note = f"mean over all layers and heads; {counts_words(results)}"
+    small_print = f"mean over all layers and heads; {counts_words(results)}"
     height = 200 + 64 * len(verdict_list)
-    draw.title_above_legend(figure, heading, note, height, top=120)
+    draw.title_above_legend(figure, heading, small_print, height, top=120)
 
     row_words = _words_of_rows(results, names)
     _verdict_axes(figure, row_words, low, high)

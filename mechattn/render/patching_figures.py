@@ -66,9 +66,9 @@ def patching_map(patching: Patching) -> go.Figure:
     )
     # On an axis of numbers, cells would fill the gaps of layers and heads that were not patched.
     figure.update_layout(xaxis_type="category", yaxis_type="category")
-    note = f"{patching.about['metric']}; {_run_words(patching)}"
+    small_print = f"{patching.about['metric']}; {_run_words(patching)}"
     heading = f"{patching.about['model']}: patching effect by {across}"
-    draw.title_above_legend(figure, heading, note, draw.map_height(table), top=110)
+    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), top=110)
 
     significant = int((table[q_column] < 0.05).sum())
     return says(
@@ -116,10 +116,10 @@ def patching_effects(
     low, high = _control_points(figure, table, rows - 0.36)
     draw.rule(figure, x=0)
 
-    note = f"{_run_words(patching)}; q over {table.attrs['family']}; bars: 95 % intervals"
+    small_print = f"{_run_words(patching)}; q over {table.attrs['family']}; bars: 95 % intervals"
     heading = f"{patching.about['model']}: patching effects"
     height = 190 + 30 * len(table)
-    draw.title_above_legend(figure, heading, note, height, top=120)
+    draw.title_above_legend(figure, heading, small_print, height, top=120)
 
     room = 0.05 * (high - low)
     figure.update_xaxes(

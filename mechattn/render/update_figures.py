@@ -92,7 +92,7 @@ def update_histogram(
 
     draw.rule(figure, **_REFERENCE_RULE, x=reference)
     figure.update_xaxes(axis, title_text=_AXIS[quantity], range=_range(figure, "x", reference))
-    figure.update_yaxes(title_text="head", **draw.steps(heads))
+    figure.update_yaxes(title_text="head", **draw.numbered_ticks(heads))
     return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
 
 
@@ -171,7 +171,7 @@ def update_by_position(
     tokens = [html.escape(str(text)).replace("\n", "⏎") for text in first_prompt]
 
     heads = updates.sizes["head"]
-    bar = dict(title="head", **draw.steps(heads))
+    bar = dict(title="head", **draw.numbered_ticks(heads))
     figure = draw.panels()
     for layer in updates.layer.values:
         layer_values = updates.sel(layer=layer).transpose("head", "key", ...)
