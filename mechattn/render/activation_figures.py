@@ -60,12 +60,12 @@ def activation_histogram(
     Raises:
         OptionError: There is no such layer or condition, or no condition besides the baseline.
     """
-    results, names = _checked_results(results, conditions, layer)
-    names = [BASELINE, *names]
+    results, conditions = _checked_results(results, conditions, layer)
+    shown_conditions = [BASELINE, *conditions]
     figure = _panel_of_each_model(results)
     sentences = []
     for column, result in enumerate(results, 1):
-        _histogram_lines(figure, result, names, layer, column)
+        _histogram_lines(figure, result, shown_conditions, layer, column)
 
         # The size up to which an activation of this layer counts as near zero.
         threshold = result.provenance["analyses"][NAME]["thresholds"][str(layer)]
@@ -73,7 +73,10 @@ def activation_histogram(
             draw.rule(figure, x=x, dash="dot", column=column)
 
         share = result[NAME].near_zero_by_segment.sel(layer=layer, segment="question")
-        phrases = [f"{name} {mean_words(result, share.sel(condition=name))}" for name in names]
+        phrases = []
+        for name in shown_conditions:
+            share_words = mean_words(result, share.sel(condition=name))
+            phrases.append(f"{name} {share_words}")
         sentences.append(model_sentence(result, phrases))
 
     # "10⁻³" at each power of ten.
@@ -107,26 +110,26 @@ def activation_metrics(
         OptionError: There is no such layer, condition or segment, or no condition besides the
             baseline.
     """
-    results, names = _checked_results(results, conditions, layer)
+    results, conditions = _checked_results(results, conditions, layer)
     figure = draw.panels(list(_METRICS.values()), horizontal_spacing=0.05)
     sentences = []
     for column, metric in enumerate(_METRICS, 1):
         series = []
         for result in results:
-            changes = {}
-            for name in names:
+            changes = []
+            phrases = []
+            for name in conditions:
                 contrast = Contrast(result, name, quantity=metric, segment=segment)
-                interval, _ = contrast.overall(layer)
-                changes[name] = interval
+                change, _ = contrast.overall(layer)
+                changes.append(change)
+                phrases.append(f"{name} {percent_words(change)}")
 
-            percents = 100 * np.transpose(list(changes.values()))  # [estimate and ends, condition]
+            percents = 100 * np.transpose(changes)  # [estimate and ends, condition]
             series.append((model_caption(result), percents))
-
             if metric == "near_zero":
-                phrases = [f"{name} {percent_words(change)}" for name, change in changes.items()]
                 sentences.append(model_sentence(result, phrases))
 
-        draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINT_STYLE)
+        draw.side_by_side(figure, conditions, series, COLOURS[1:], column=column, **_POINT_STYLE)
         draw.rule(figure, y=0, column=column)
 
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
@@ -156,14 +159,14 @@ def near_zero_by_class(
         OptionError: There is no such layer or condition, no condition besides the baseline, or no
             class of token that three prompts have.
     """
-    results, names = _checked_results(results, conditions, layer)
-    names = [BASELINE, *names]
+    results, conditions = _checked_results(results, conditions, layer)
+    shown_conditions = [BASELINE, *conditions]
     figure = _panel_of_each_model(results, shared_yaxes=True)
     sentences = []
     for column, result in enumerate(results, 1):
-        counts, intervals = _shares_by_class(result, names, layer)
+        counts, intervals = _shares_by_class(result, shown_conditions, layer)
         classes = counts.token_class.values
-        spacing = 0.8 / len(names)
+        spacing = 0.8 / len(shown_conditions)  # classes are 1 apart
         series = intervals.items()
         draw.side_by_side(
             figure, classes, series, COLOURS, column=column, apart=spacing, **_POINT_STYLE
@@ -173,10 +176,10 @@ def near_zero_by_class(
             f"{token_class}<br>n = {count}" for token_class, count in counts.to_series().items()
         ]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
-        phrases = [
-            f"{name}: {', '.join(_interval_phrases(classes, interval))}"
-            for name, interval in intervals.items()
-        ]
+        phrases = []
+        for name, interval in intervals.items():
+            class_words = ", ".join(_interval_phrases(classes, interval))
+            phrases.append(f"{name}: {class_words}")
         sentences.append(model_sentence(result, phrases))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
@@ -208,8 +211,8 @@ def agreement(
     Raises:
         OptionError: There is no such layer or condition, or no condition to compare with.
     """
-    results, names = _checked_results(results, conditions, layer)
-    controls = [name for name in names if name != condition]
+    results, conditions = _checked_results(results, conditions, layer)
+    controls = [name for name in conditions if name != condition]
     if not controls:
         raise OptionError(
             f"there is no condition to compare with {condition!r}; run or name at least one more"
@@ -273,7 +276,7 @@ def _panel_of_each_model(results: Sequence[Result], **options: Any) -> go.Figure
 
 
 def _histogram_lines(
-    figure: go.Figure, result: Result, names: Sequence[str], layer: int, column: int
+    figure: go.Figure, result: Result, conditions: Sequence[str], layer: int, column: int
 ) -> None:
     """Draw the share of activations in each bin as steps with a band, one line per condition."""
     histogram = result[NAME].histogram.sel(layer=layer)
@@ -281,7 +284,7 @@ def _histogram_lines(
     histogram = histogram.isel(bin=slice(1, -1))  # the outermost bins are open
     step_ends = np.repeat(edges, 2)[1:-1]
 
-    for name, colour in draw.condition_colours(names):
+    for name, colour in draw.condition_colours(conditions):
         shares = histogram.sel(condition=name).transpose("prompt", "bin")
         interval = mean_over_prompts(result, shares)
 
@@ -296,7 +299,7 @@ def _histogram_lines(
 
 
 def _shares_by_class(
-    result: Result, names: Sequence[str], layer: int
+    result: Result, conditions: Sequence[str], layer: int
 ) -> tuple[xr.DataArray, dict[str, Interval]]:
     """The near-zero share of each class of token that enough prompts have.
 
@@ -308,7 +311,7 @@ def _shares_by_class(
     Raises:
         OptionError: Too few prompts have any class.
     """
-    shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
+    shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=conditions)
     has_class = shares.notnull().all("condition")
     counts = has_class.sum("prompt")
     counts = counts[counts >= FEWEST]
@@ -320,14 +323,14 @@ def _shares_by_class(
 
     shares = shares.where(has_class).sel(token_class=counts.token_class)
     intervals = {}
-    for name in names:
+    for name in conditions:
         condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
         intervals[name] = mean_over_prompts(result, condition_shares)
     return counts, intervals
 
 
 def _interval_phrases(names: Sequence[str], interval: Interval) -> list[str]:
-    """Each name with its number and interval; the parts of ``interval`` are arrays [name]."""
+    """Each name with its number and interval. The parts of ``interval`` are arrays [name]."""
     return [
         f"{name} {number_words(Interval(*ends))}"
         for name, ends in zip(names, np.transpose(interval), strict=True)

@@ -218,62 +218,26 @@ def line_and_band(
         row: The row of the panel, from 1.
         style: Options of plotly's scatter for the line, which by default has no markers.
     """
+    place = dict(legendgroup=name, row=row, col=column)
     estimate, low, high = interval
-    style = {"mode": "lines", "line": dict(color=colour, width=1.6)} | style
     has_band = np.isfinite(low)
     if has_band.any():
-        ribbon(
-            figure,
-            x[has_band],
-            low[has_band],
-            high[has_band],
-            colour,
-            column=column,
-            row=row,
-            legendgroup=name,
+        band_x = x[has_band]
+        # The outline of the area: along the upper ends, and back along the lower ends.
+        figure.add_scatter(
+            x=np.concatenate([band_x, band_x[::-1]]),
+            y=np.concatenate([high[has_band], low[has_band][::-1]]),
+            fill="toself",
+            fillcolor=faint(colour),
+            line_width=0,
+            mode="lines",
+            hoverinfo="skip",
+            showlegend=False,
+            **place,
         )
 
-    figure.add_scatter(x=x, y=estimate, name=name, legendgroup=name, row=row, col=column, **style)
-
-
-def ribbon(
-    figure: go.Figure,
-    x: Any,
-    low: Any,
-    high: Any,
-    colour: str,
-    *,
-    column: int = 1,
-    row: int = 1,
-    alpha: float = 0.2,
-    **style: Any,
-) -> None:
-    """Draw the area between two lines, without an entry in the legend.
-
-    Args:
-        figure: The figure.
-        x: The places of both lines' points on the axis.
-        low: The values of the lower line.
-        high: The values of the upper line.
-        colour: The colour of the area.
-        column: The column of the panel, from 1.
-        row: The row of the panel, from 1.
-        alpha: The opacity of the area, from 0 to 1.
-        style: Options of plotly's scatter.
-    """
-    figure.add_scatter(
-        x=np.concatenate([x, x[::-1]]),
-        y=np.concatenate([high, low[::-1]]),
-        fill="toself",
-        fillcolor=faint(colour, alpha),
-        line_width=0,
-        mode="lines",
-        hoverinfo="skip",
-        showlegend=False,
-        row=row,
-        col=column,
-        **style,
-    )
+    style = {"mode": "lines", "line": dict(color=colour, width=1.6)} | style
+    figure.add_scatter(x=x, y=estimate, name=name, **place, **style)
 
 
 def dotted(

@@ -44,6 +44,9 @@ def test_a_sweep_begins_at_the_baseline():
     assert_allclose(figure.data[0].y, [90, 80, 70])
     backwards = table(["count=55", "count=10", "baseline"], [0.7, 0.8, 0.9])
     assert_allclose(ma.render.accuracy({"a": backwards}, "count").data[0].y, [90, 80, 70])
+    both = table(["slash, count=4", "dots, count=4"], [0.8, 0.7])
+    lines = ma.render.accuracy({"a": both}, "count").data
+    assert [line.name for line in lines] == ["a, slash", "a, dots"]
     texts = table(["baseline", "text=Wait, then answer."], [0.9, 0.8])
     assert list(ma.render.accuracy({"a": texts}, over="text").data[0].x) == ["Wait, then answer."]
 

@@ -151,6 +151,9 @@ def test_one_cause_where_positions_cannot_be_moved(result):
     assert not traces(figure, "distance", "bar")
     assert traces(figure, "distance and hidden states", "bar")
     assert "since positions are learned" in figure.layout.title.text.replace("<br>", " ")
+    dataset.by_cause[:] = np.nan
+    words = ma.render.attention_budget(changed, ["slash"]).layout.meta["says"]
+    assert words.endswith("points."), "its own change is said without causes too"
 
 
 def test_two_prompts_have_no_intervals_and_one_condition_has_a_panel(result):
