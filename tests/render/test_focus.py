@@ -95,5 +95,3 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
     few = ma.run(toy, prompts[:1], analyses=ma.analyses.AttentionFocus())
     with pytest.raises(OptionError, match="this result has no 'head_updates'"):
         ma.render.update_map(few)
-    strip = ma.render.heads_by_layer(few, "first_mass").data[0]
-    assert np.isnan(strip.customdata[0][2]), "one prompt has no interval"
