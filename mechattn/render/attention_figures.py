@@ -123,7 +123,6 @@ def received_attention(
         OptionError: There is no such layer, head, condition or null, or heads cannot be chosen.
     """
     condition = result.shown_condition(condition)
-    is_baseline = condition == BASELINE
     null_kind = null_by_position([result], [condition], null)
     layers = _layers(result[NAME], layer)
 
@@ -148,7 +147,7 @@ def received_attention(
     if len(panels) > 1:
         small_print.append("each panel has its own vertical scale")
     heading = f"{model_caption(result)}: received attention"
-    height = 400 if is_baseline else 640
+    height = 400 if condition == BASELINE else 640  # with one row of panels or two
     draw.title_above_legend(figure, heading, "; ".join(small_print), height, 125)
 
     sentences = []
@@ -434,7 +433,7 @@ def _null_lines(
 ) -> list[_NullLine]:
     """The null of each line of a panel, for lines that have one.
 
-    If uniform attention is the same for all lines, only one of them is returned.
+    A panel has one or two lines. If uniform attention is the same for both, it is returned once.
     """
     null_lines = []
     for line, means in zip(lines, means_of_lines, strict=True):
@@ -443,14 +442,11 @@ def _null_lines(
             label = f"{null_kind}, {line.label}"
             null_lines.append(_NullLine(means.at, values[means.at], label, line.colour))
 
-    if null_kind == "uniform" and len(null_lines) > 1:
-        first, *later_lines = null_lines
-        are_same = [
-            np.array_equal(first.positions, null_line.positions)
-            and np.allclose(first.values, null_line.values)
-            for null_line in later_lines
-        ]
-        if all(are_same):  # drawn separately, the last would hide the others
+    if null_kind == "uniform" and len(null_lines) == 2:
+        first, second = null_lines
+        same_positions = np.array_equal(first.positions, second.positions)
+        if same_positions and np.allclose(first.values, second.values):
+            # Drawn separately, the second would hide the first.
             return [first._replace(label="uniform attention", colour=WITHOUT)]
     return null_lines
 

@@ -248,13 +248,13 @@ def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
 
 
 def check_heads(
-    heads: Sequence[int | str] | int | str, measured: Sequence[int], layer: int | None = None
+    heads: Sequence[int | str] | int | str, known_heads: Sequence[int], layer: int | None = None
 ) -> list[int]:
     """The numbers of some heads.
 
     Args:
         heads: One or several heads, by number or name.
-        measured: The numbers of the heads that each layer has.
+        known_heads: The numbers of the heads that each layer has.
         layer: The layer that is shown; None if the same heads are shown of all layers, which takes
             numbers only.
 
@@ -279,11 +279,11 @@ def check_heads(
                 f"heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or"
                 ' ["L1H2"]'
             )
-        if number not in measured:
-            measured_words = ", ".join(map(str, measured))
-            if list(measured) == list(range(len(measured))):
-                measured_words = f"0 to {len(measured) - 1}"
-            raise OptionError(f"head {number} is out of range: heads are {measured_words}")
+        if number not in known_heads:
+            known_words = ", ".join(map(str, known_heads))
+            if list(known_heads) == list(range(len(known_heads))):
+                known_words = f"0 to {len(known_heads) - 1}"
+            raise OptionError(f"head {number} is out of range: heads are {known_words}")
         numbers.append(int(number))
     return numbers
 

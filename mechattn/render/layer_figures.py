@@ -291,7 +291,8 @@ def _strips(
     figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int
 ) -> None:
     """Draw a strip of points for each layer: one point per head, the largest value on the left."""
-    mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
+    interval = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
+    mean, low, high = draw.within(interval, values.attrs["units"])
     layer_count, head_count = mean.shape
     table = pd.DataFrame(
         {

@@ -78,7 +78,7 @@ def quantity_words(quantity: str, segment: str) -> str:
 
 
 def model_caption(result: Result) -> str:
-    """The model's name and number of parameters, such as "gpt2 (163.0 M parameters)".
+    """The model's name and number of parameters, such as "toy:llama (toy, 1.0 M parameters)".
 
     A toy is marked as one, and weights from a quantised file with the bits they were stored in.
     """
