@@ -86,7 +86,7 @@ def activation_histogram(
 
     small_print = f"layer {layer}, question tokens; n = {counts_words(results)}"
     small_print += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
-    draw.title_above_legend(figure, "activations of the MLP", small_print, 480, top=150)
+    draw.title_above_legend(figure, "activations of the MLP", small_print, 480, margin_top=150)
     return says(figure, "Near-zero share:", *sentences)
 
 
@@ -137,7 +137,9 @@ def activation_metrics(
         f"layer {layer}, {segment} tokens; n = {counts_words(results)}; bars: 95 % t intervals of"
         " the log-ratio of prompts' means"
     )
-    draw.title_above_legend(figure, "changes of the MLP's activations", small_print, 520, top=130)
+    draw.title_above_legend(
+        figure, "changes of the MLP's activations", small_print, 520, margin_top=130
+    )
     return says(figure, "Change of the near-zero share:", *sentences)
 
 
@@ -169,7 +171,7 @@ def near_zero_by_class(
         spacing = 0.8 / len(shown_conditions)  # classes are 1 apart
         series = intervals.items()
         draw.side_by_side(
-            figure, classes, series, COLOURS, column=column, apart=spacing, **_POINT_STYLE
+            figure, classes, series, COLOURS, column=column, spacing=spacing, **_POINT_STYLE
         )
 
         labels = [
@@ -188,7 +190,7 @@ def near_zero_by_class(
         " over prompts"
     )
     draw.title_above_legend(
-        figure, "near-zero activations by class of token", small_print, 500, top=150
+        figure, "near-zero activations by class of token", small_print, 500, margin_top=150
     )
     return says(figure, "Near-zero share.", *sentences)
 
@@ -237,7 +239,9 @@ def agreement(
         f"of changes from the baseline, layer {layer}, question tokens; n = {counts_words(results)}"
         "; bars: 95 % t intervals"
     )
-    draw.title_above_legend(figure, f"agreement with “{condition}”", small_print, 460, top=130)
+    draw.title_above_legend(
+        figure, f"agreement with “{condition}”", small_print, 460, margin_top=130
+    )
     return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)
 
 

@@ -91,7 +91,7 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
             series,
             COLOURS,
             column=column,
-            apart=0.1,
+            spacing=0.1,
             mode="lines+markers",
             hovertemplate="k = %{customdata}: %{y:.1f} %",
         )
@@ -144,7 +144,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         "bars: 95 % over answers, and over pairs of about the same length; upright lines: uniform"
         " attention"
     )
-    draw.title_above_legend(figure, heading, small_print, 260 + 60 * len(table), top=150)
+    draw.title_above_legend(figure, heading, small_print, 260 + 60 * len(table), margin_top=150)
     return says(figure, _pair_words(table))
 
 
@@ -200,7 +200,7 @@ def dose_curves(
         small_print += "; dotted: the null"
 
     heading = f"{model_caption(result)}: answers and attention by {over}"
-    draw.title_above_legend(figure, heading, small_print, 640, top=150)
+    draw.title_above_legend(figure, heading, small_print, 640, margin_top=150)
     return says(figure, sentence_of(change_figure))
 
 

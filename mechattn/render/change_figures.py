@@ -108,7 +108,7 @@ def change_map(
     heading = f"{model_caption(result)}: {quantity_name}, change{_relative_to(to)}{beyond_words}"
     significant = _significant_words(table, column)
     small_print = _map_small_print(contrast, table.attrs, significant, null_words)
-    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), top=110)
+    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), margin_top=110)
     return says(figure, sentence)
 
 

@@ -81,7 +81,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         f" {about['ranked_on']}. {faithfulness}"
     )
     heading = f"{about['model']}: circuit"
-    draw.title_above_legend(figure, heading, small_print, 200 + 80 * len(ticks), top=110)
+    draw.title_above_legend(figure, heading, small_print, 200 + 80 * len(ticks), margin_top=110)
     return says(
         figure, f"{len(table)} edges on paths from the embedding to the logits. {faithfulness}"
     )

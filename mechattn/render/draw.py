@@ -163,7 +163,7 @@ def side_by_side(
     colours: Sequence[str],
     *,
     column: int = 1,
-    apart: float = 0.14,
+    spacing: float = 0.14,
     **style: Any,
 ) -> None:
     """Draw several series of points with intervals, side by side at each word of the axis.
@@ -175,14 +175,14 @@ def side_by_side(
             word.
         colours: The colours of the series, in order. They repeat if there are fewer.
         column: The column of the panel, from 1.
-        apart: The distance between two series, where two words are 1 apart.
+        spacing: The distance between two series, where two words are 1 apart.
         style: Options of plotly's scatter.
     """
     middle_index = (len(series) - 1) / 2
     for index, (name, estimates) in enumerate(series):
         points(
             figure,
-            np.arange(len(words)) + apart * (index - middle_index),
+            np.arange(len(words)) + spacing * (index - middle_index),
             estimates,
             name,
             colours[index % len(colours)],
@@ -289,7 +289,7 @@ def head_map(
     hover: str,
     name: str,
     bar_words: str,
-    across: str = "head",
+    x_column: str = "head",
 ) -> go.Figure:
     """Draw a map of heads by layer: orange for positive numbers, blue for negative ones.
 
@@ -297,7 +297,7 @@ def head_map(
     the largest.
 
     Args:
-        table: One row per cell, with the columns ``layer`` and ``across``.
+        table: One row per cell, with the columns ``layer`` and ``x_column``.
         value_column: The column whose numbers are coloured.
         q_column: The column of their q-values.
         hover_columns: Columns that ``hover`` may use as ``customdata``, by their labels in the
@@ -305,17 +305,17 @@ def head_map(
         hover: The text of a cell on hover, as a template of plotly's.
         name: The name of the map in the figure's table.
         bar_words: The title of the colour bar.
-        across: The column on the horizontal axis: "head", or a column of words, whose order is
+        x_column: The column on the horizontal axis: "head", or a column of words, whose order is
             kept.
     """
-    cells = table.set_index(["layer", across]).to_xarray()
-    if across == "head":
+    cells = table.set_index(["layer", x_column]).to_xarray()
+    if x_column == "head":
         ticks = numbered_ticks(cells.sizes["head"])
     else:
         ticks = {}
-        cells = cells.sel({across: table[across].unique()})
+        cells = cells.sel({x_column: table[x_column].unique()})
 
-    x = cells[across].values
+    x = cells[x_column].values
     y = cells.layer.values
     values = cells[value_column].values
     q = cells[q_column].values
@@ -334,7 +334,7 @@ def head_map(
         name=name,
         meta=list(hover_columns),
         customdata=np.dstack([cells[column].values for column in hover_columns.values()]),
-        hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>",
+        hovertemplate=f"layer %{{y}} {x_column} %{{x}}<br>{hover}<extra></extra>",
         colorbar=dict(title=dict(text=bar_title, side="right")),
     )
 
@@ -350,7 +350,7 @@ def head_map(
     )
     _fade(figure, x, y, q >= 0.05)
 
-    figure.update_xaxes(title_text=across, **ticks)
+    figure.update_xaxes(title_text=x_column, **ticks)
     figure.update_yaxes(title_text="layer", autorange="reversed", **numbered_ticks(len(y)))
     return figure
 
@@ -378,7 +378,7 @@ def title(figure: go.Figure, heading: str, small_print: str, height: int) -> Non
 
 
 def title_above_legend(
-    figure: go.Figure, heading: str, small_print: str, height: int, top: int
+    figure: go.Figure, heading: str, small_print: str, height: int, margin_top: int
 ) -> None:
     """Set the title and the height as :func:`title` does, and put the legend into a row of its own
     under the title.
@@ -388,7 +388,7 @@ def title_above_legend(
         heading: The heading: the model and what the figure shows.
         small_print: The small print below the heading.
         height: The height in pixels with one line of heading and one of small print.
-        top: The room for title and legend above the panels, in pixels, with the same lines.
+        margin_top: The room for title and legend above the panels, in pixels, with the same lines.
     """
     title(figure, heading, small_print, height)
     whole_height = figure.layout.height
@@ -404,7 +404,7 @@ def title_above_legend(
         yref="container",
         yanchor="top",
     )
-    margin = dict(l=80, t=top + further_height)
+    margin = dict(l=80, t=margin_top + further_height)
     figure.update_layout(title=title_place, legend=legend, margin=margin)
 
 

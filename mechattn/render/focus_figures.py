@@ -86,7 +86,7 @@ def focus_and_impact(
     if f"magnitude{BEFORE_NORM}" in result["head_updates"]:
         small_print += "; after the norm that follows attention"
     heading = f"{model_caption(result)}: what heads write where they look at the first token"
-    draw.title_above_legend(figure, heading, small_print, 580, top=110)
+    draw.title_above_legend(figure, heading, small_print, 580, margin_top=110)
     figure.update_layout(showlegend=False, bargap=0.15)
     return says(figure, _measured_answer(result, condition, segment))
 

@@ -243,8 +243,8 @@ def squeezed(text: str) -> str:
 
     Equal texts give equal output.
     """
-    content = gzip.compress(text.encode("utf-8"), 6, mtime=0)  # gzip would store the time
-    return base64.b64encode(content).decode()
+    compressed = gzip.compress(text.encode("utf-8"), 6, mtime=0)  # gzip would store the time
+    return base64.b64encode(compressed).decode()
 
 
 @cache

@@ -190,7 +190,7 @@ def scale_by_layer(
     figure.update_yaxes(rangemode="tozero")
     heading = f"{model_caption(result)}: the affine reading"
     small_print = f"{condition}, {segment} queries, n = {count_words(result)}; bars: 95 % intervals"
-    draw.title_above_legend(figure, heading, small_print, 470, top=150)
+    draw.title_above_legend(figure, heading, small_print, 470, margin_top=150)
     return says(
         figure,
         f"Means over layers and heads with “{condition}”: λ = {mean_words(result, dataset.scale)},"

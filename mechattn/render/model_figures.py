@@ -103,10 +103,10 @@ def received_by_model(
             shade(figure, span, 1, column)
 
     prompt_counts = sorted({len(panel.prompts) for panel in panels})
-    count_words = ", ".join(map(str, prompt_counts))
+    prompt_words = ", ".join(map(str, prompt_counts))
     group_words = "".join(dict.fromkeys(map(band_words, results)))  # said once, of any result
     small_print = [
-        f"mean over {count_words} prompts, bands: pointwise 95 % intervals{group_words}",
+        f"mean over {prompt_words} prompts, bands: pointwise 95 % intervals{group_words}",
         DOTTED_WORDS[null_kind],
     ]
     if figure.layout.shapes:
@@ -185,7 +185,7 @@ def verdicts(
         heading += f" with “{names[0]}”"
     small_print = f"mean over all layers and heads; {counts_words(results)}"
     height = 200 + 64 * len(verdict_list)  # a row has 64 pixels, and title and axis have 200
-    draw.title_above_legend(figure, heading, small_print, height, top=120)
+    draw.title_above_legend(figure, heading, small_print, height, margin_top=120)
 
     labels = _row_labels(results, names)
     _verdict_axes(figure, labels, low, high)
@@ -227,7 +227,8 @@ def _panels_of_models(
 
 def _percents(changes: Sequence[Interval]) -> Interval:
     """The changes of all rows in percent, as arrays [row]."""
-    return Interval(*(100 * np.array(changes, dtype=np.float64)).T)
+    rows = 100 * np.array(changes, dtype=np.float64)  # [row, estimate and ends]
+    return Interval(*rows.T)
 
 
 def _verdict_marks(

@@ -48,7 +48,7 @@ def patching_map(patching: Patching) -> go.Figure:
             f" {', '.join(patching.labels)}"
         )
 
-    across = patching.labels[1]
+    x_column = patching.labels[1]
     table = patching.table()
     if table.share.isna().any():  # the whole effect may be 0
         table = table.drop(columns="share")
@@ -63,18 +63,18 @@ def patching_map(patching: Patching) -> go.Figure:
             hover_columns[column] = column
 
     figure = draw.head_map(
-        table, "effect", q_column, hover_columns, hover, "effect", _effect_on(patching), across
+        table, "effect", q_column, hover_columns, hover, "effect", _effect_on(patching), x_column
     )
     # On an axis of numbers, cells would fill the gaps of layers and heads that were not patched.
     figure.update_layout(xaxis_type="category", yaxis_type="category")
     small_print = f"{patching.about['metric']}; {_run_words(patching)}"
-    heading = f"{patching.about['model']}: patching effect by {across}"
-    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), top=110)
+    heading = f"{patching.about['model']}: patching effect by {x_column}"
+    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), margin_top=110)
 
     significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
-        f"{significant} of {len(table)} {across}s at q < 0.05. Largest:"
+        f"{significant} of {len(table)} cells at q < 0.05. Largest:"
         f" {_largest_words(patching, table)}; it was selected as the largest, so its interval is"
         ' too optimistic (table(select="half") avoids this).',
     )
@@ -134,7 +134,7 @@ def patching_effects(
     small_print = f"{_run_words(patching)}; q over {table.attrs['family']}; bars: 95 % intervals"
     heading = f"{patching.about['model']}: patching effects"
     height = 190 + 30 * len(table)
-    draw.title_above_legend(figure, heading, small_print, height, top=120)
+    draw.title_above_legend(figure, heading, small_print, height, margin_top=120)
 
     room = 0.05 * (high - low)
     figure.update_xaxes(title_text=_effect_on(patching), range=[low - room, high + room])
