@@ -156,7 +156,7 @@ def changes(
             f"there is no condition to compare with {to!r}; give at least one in conditions"
         )
     names = list(dict.fromkeys(conditions))
-    lines = [Line("measured", "", names, names, over)]
+    lines = [Line("measured", "", names, names)]
     if over:
         lines = swept_lines(names, over, quantity)
     if null is None:
@@ -172,7 +172,7 @@ def changes(
             Contrast(result, condition, to, quantity, segment, null=null)
             for condition in line.conditions
         ]
-        phrases = _draw_changes(figure, line, contrasts, layer, colour)
+        phrases = _draw_changes(figure, line, contrasts, layer, over, colour)
         if over:
             phrases = phrases[-1:]  # the sentence gives the last value of each line
         sentences.append(f"{'; '.join(phrases)}.")
@@ -209,7 +209,6 @@ class Line(NamedTuple):
     suffix: str  # distinguishes several lines in the legend, such as ", slash"
     conditions: Sequence[str]
     x: Sequence[str | float]  # a value for each condition
-    over: str  # the swept option; "" without a sweep
 
 
 def swept_lines(conditions: Sequence[str], over: str, quantity: str) -> list[Line]:
@@ -234,7 +233,7 @@ def swept_lines(conditions: Sequence[str], over: str, quantity: str) -> list[Lin
             suffix = f", {other_options}"
         names = [condition.name for condition in line_conditions]
         x = [condition.value for condition in line_conditions]
-        lines.append(Line(other_options or quantity, suffix, names, x, over))
+        lines.append(Line(other_options or quantity, suffix, names, x))
     return lines
 
 
@@ -317,8 +316,7 @@ def _beyond_sentence(contrast: Contrast, table: pd.DataFrame) -> str:
 
 def _furthest(table: pd.DataFrame, column: str) -> pd.Series:
     """The row whose number in a column is furthest from 0."""
-    row = int(np.nanargmax(table[column].abs()))
-    return table.iloc[row]
+    return table.iloc[np.nanargmax(table[column].abs())]
 
 
 def _head_words(row: pd.Series) -> str:
@@ -345,6 +343,7 @@ def _draw_changes(
     line: Line,
     contrasts: Sequence[Contrast],
     layer: int | None,
+    over: str,
     colour: str,
 ) -> list[str]:
     """Draw the changes of a line in percent, and the changes under the null if all are known.
@@ -356,7 +355,7 @@ def _draw_changes(
     percents: list[np.ndarray] = []  # the estimate and its ends at each x
     null_percents: list[float] = []
     phrases = []
-    if line.over == "count" and contrasts[0].to == BASELINE:
+    if over == "count" and contrasts[0].to == BASELINE:
         # A count of 0 is the baseline, which does not change.
         x = [0.0, *x]
         percents = [np.zeros(3)]
@@ -372,7 +371,7 @@ def _draw_changes(
 
     mode = "markers"
     null_mark = _NULL_MARK
-    if line.over:
+    if over:
         mode = "lines+markers"
         null_mark = {}
     hover = "%{x}: %{y:.1f} %<extra></extra>"

@@ -88,15 +88,13 @@ def pattern(
     heads = check_heads(heads, dataset["head"].values.tolist(), layer)
 
     head_names = [head_name(layer, head) for head in heads]
-    maps = _maps(result, layer, heads, condition, prompt)
+    maps, tokens = _maps_and_tokens(result, layer, heads, condition, prompt)
     model_and_layer = f"{model_caption(result)}, layer {layer}"
     if not difference:
-        tokens = prompt_tokens(result, condition, prompt)
         caption = f"{model_and_layer}, condition “{condition}”"
         return _heads_view(maps, tokens, head_names, caption)
 
-    baseline_maps = _maps(result, layer, heads, BASELINE, prompt)
-    baseline_tokens = prompt_tokens(result, BASELINE, prompt)
+    baseline_maps, baseline_tokens = _maps_and_tokens(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
     original_positions = np.flatnonzero(origin >= 0)
     original_queries = maps[:, original_positions]
@@ -339,14 +337,15 @@ def _check_prompt(prompt: int, dataset: xr.Dataset) -> None:
         raise OptionError(f"prompt={prompt!r}: the result has prompts 0 to {count - 1}")
 
 
-def _maps(
+def _maps_and_tokens(
     result: Result, layer: int, heads: Sequence[int], condition: str, prompt: int
-) -> np.ndarray:
-    """The attention maps of one prompt [head, query, key], without padding."""
+) -> tuple[np.ndarray, list[str]]:
+    """The attention maps of one prompt [head, query, key], without padding, and its tokens."""
     maps = result["attention_map"].pattern.isel(prompt=prompt)
     maps = maps.sel(layer=layer, condition=condition, head=heads)
-    length = len(prompt_tokens(result, condition, prompt))
-    return maps.values[:, :length, :length]
+    tokens = prompt_tokens(result, condition, prompt)
+    length = len(tokens)
+    return maps.values[:, :length, :length], tokens
 
 
 def _heads_view(

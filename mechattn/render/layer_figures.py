@@ -111,17 +111,14 @@ def by_layer(
 
     values_by_title = {"": variable}
     if "block" in variable.dims:
-        values_by_title = {
-            str(block_values.block.item()): block_values
-            for block_values in variable.transpose("block", ...)
-        }
+        values_by_title = {str(name): variable.sel(block=name) for name in variable.block.values}
 
     hover = "layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
     figure = draw.panels(list(values_by_title), horizontal_spacing=0.08)
     for column, panel_values in enumerate(values_by_title.values(), 1):
         for name, colour in draw.condition_colours(layer_quantity.conditions):
-            interval = _over_heads(result, panel_values.sel(condition=name))
-            interval = draw.within(interval, variable.attrs["units"])
+            means = _over_heads(result, panel_values.sel(condition=name))
+            interval = draw.within(means, variable.attrs["units"])
             draw.line_and_band(
                 figure,
                 panel_values.layer.values,

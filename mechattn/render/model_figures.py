@@ -154,18 +154,11 @@ def verdicts(
     """
     results = several(results)
     names = [result.condition(condition) for result in results]
+    sides = list(zip(results, names, strict=True))
     if null is None:
-        null = common_null(
-            [
-                Contrast(result, name, segment=segment)
-                for result, name in zip(results, names, strict=True)
-            ]
-        )
+        null = common_null([Contrast(result, name, segment=segment) for result, name in sides])
 
-    verdict_list = [
-        result.verdict(name, segment, null=null)
-        for result, name in zip(results, names, strict=True)
-    ]
+    verdict_list = [result.verdict(name, segment, null=null) for result, name in sides]
     changes = _percents([verdict.change for verdict in verdict_list])
     null_changes = _percents([verdict.null for verdict in verdict_list])
 

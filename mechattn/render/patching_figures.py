@@ -163,8 +163,9 @@ def _run_words(patching: Patching) -> str:
 
 def _largest_words(patching: Patching, table: pd.DataFrame) -> str:
     """The cell with the largest effect, with its interval and its share of the whole effect."""
-    row_number = int(np.nanargmax(table.effect.abs()))
+    row_number = np.nanargmax(table.effect.abs())
     largest = table.iloc[row_number]
+    # A row of the whole table would turn the numbers of layers and heads into floats.
     cell = table[patching.labels].iloc[row_number].to_dict()
     words = f"{_cell_words(cell)}, {number_words(interval_of(largest, 'effect'))}"
     if "share" in table:
