@@ -389,18 +389,18 @@ def _layer_words(
     if len(heads) > 1:
         head_words = f"heads {', '.join(map(str, heads))} (mean)"
     subject = f"Attention received by the question's tokens in layer {layer} {head_words}"
-    count = f"{len(prompts)} prompts"
+    prompt_words = f"{len(prompts)} prompts"
     if condition != BASELINE:
         change = change_words(result, condition, layer, heads, prompts, null_kind)
         if not change:
             return ""
-        return f"{subject} with “{condition}”: {change}, {count}."
+        return f"{subject} with “{condition}”: {change}, {prompt_words}."
 
     baseline = result[NAME].sel(condition=BASELINE, layer=layer, segment="question")
     baseline = baseline.isel(prompt=prompts)
     mean = mean_words(result, baseline.received_by_segment.sel(head=heads))
     uniform = overall_mean(result, baseline.received_by_segment_uniform).estimate
-    return f"{subject}: {mean}, {count}; uniform attention would give {uniform:.3g}."
+    return f"{subject}: {mean}, {prompt_words}; uniform attention would give {uniform:.3g}."
 
 
 def _draw_line(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
 
 _ARC_POINTS = 9  # enough that an edge looks smooth
-_HEAD_OR_MLP = re.compile(r"L(\d+)(?:H(\d+)|MLP)")
+_HEAD_OR_MLP = re.compile(r"L(?P<layer>\d+)(?:H(?P<head>\d+)|MLP)")
 _WIDEST = 7.0  # the width in pixels of the edge with the largest score
 # The part of a node's name that an axis shows, and that its circle therefore leaves out.
 _ON_THE_AXES = re.compile(r"L\d+H?|embedding|logits")
@@ -56,7 +56,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     }
     nodes = sorted({*table.writer, *chain.from_iterable(nodes_of_reader.values())})
     matches = [_HEAD_OR_MLP.match(node) for node in nodes]
-    layers = sorted({int(match[1]) for match in matches if match})
+    layers = sorted({int(match["layer"]) for match in matches if match})
     places = {node: _place(node, head_count, layers) for node in nodes}
 
     figure = draw.panels()
@@ -101,9 +101,9 @@ def _place(node: str, head_count: int, layers: list[int]) -> tuple[float, float]
 
     match = _HEAD_OR_MLP.match(node)
     assert match is not None  # every other node is a head or an MLP
-    height = layers.index(int(match[1])) + 1
-    if match[2]:
-        return float(match[2]), height
+    height = layers.index(int(match["layer"])) + 1
+    if match["head"]:
+        return float(match["head"]), height
     return head_count + 0.3, height + 0.5
 
 

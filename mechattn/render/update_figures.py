@@ -26,7 +26,7 @@ from mechattn.results.result import Result
 Quantity = Literal["magnitude", "orientation"]
 Reading = Literal["mixed", "top_target"]
 READINGS = {"mixed": "head_updates", "top_target": "top_target_updates"}
-_AXIS = {
+_AXIS_WORDS = {
     "magnitude": "‖update‖ / ‖residual stream‖",
     "orientation": "cosine of update and residual stream",
 }
@@ -91,7 +91,9 @@ def update_histogram(
     )
 
     draw.rule(figure, **_REFERENCE_RULE, x=reference)
-    figure.update_xaxes(ticks, title_text=_AXIS[quantity], range=_range(figure, "x", reference))
+    figure.update_xaxes(
+        ticks, title_text=_AXIS_WORDS[quantity], range=_range(figure, "x", reference)
+    )
     figure.update_yaxes(title_text="head", **draw.numbered_ticks(head_count))
     return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
 
@@ -135,9 +137,9 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     draw.rule(figure, **_REFERENCE_RULE, y=0)
     draw.rule(figure, **_REFERENCE_RULE, x=reference)
     figure.update_xaxes(
-        _LOG_TICKS, title_text=_AXIS["magnitude"], range=_range(figure, "x", reference)
+        _LOG_TICKS, title_text=_AXIS_WORDS["magnitude"], range=_range(figure, "x", reference)
     )
-    figure.update_yaxes(title_text=_AXIS["orientation"], range=_range(figure, "y", 0.0))
+    figure.update_yaxes(title_text=_AXIS_WORDS["orientation"], range=_range(figure, "y", 0.0))
     return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
 
 
@@ -197,7 +199,7 @@ def update_by_position(
 
     draw.rule(figure, **_REFERENCE_RULE, y=1 / head_count)
     figure.update_xaxes(title_text="position")
-    figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
+    figure.update_yaxes(title_text=_AXIS_WORDS["magnitude"], type="log")
     return _by_layer(figure, result, updates, "head updates by position", 500)
 
 
