@@ -208,11 +208,11 @@ def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     """The conditions of all tables, in the order of their first appearance.
 
     Raises:
-        OptionError: There are no tables.
+        OptionError: There are no tables, or they have no names.
     """
-    if not tables:
+    if not isinstance(tables, Mapping) or not tables:
         raise OptionError(
-            "there are no tables to show; give at least one, such as {model: evaluation.accuracy()}"
+            "there are no tables by name; give at least one, such as {model: evaluation.accuracy()}"
         )
 
     conditions = chain.from_iterable(table.condition for table in tables.values())

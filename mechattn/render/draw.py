@@ -404,8 +404,9 @@ def title_above_legend(
         yref="container",
         yanchor="top",
     )
-    margin = dict(l=80, t=margin_top + further_height)
-    figure.update_layout(title=title_place, legend=legend, margin=margin)
+    figure.update_layout(
+        title=title_place, legend=legend, margin=dict(l=80, t=margin_top + further_height)
+    )
 
 
 def title_text(heading: str, small_print: str) -> str:
@@ -434,8 +435,12 @@ def take_heading(figure: go.Figure) -> str:
     if layout.legend.yref == "container":
         from_top = (1 - layout.legend.y) * layout.height
         layout.legend.y = 1 - (from_top - heading_height) / height
-    margin = {"t": layout.margin.t - heading_height}
-    figure.update_layout(title_text=small_print, title_font_size=13, height=height, margin=margin)
+    figure.update_layout(
+        title_text=small_print,
+        title_font_size=13,
+        height=height,
+        margin_t=layout.margin.t - heading_height,
+    )
     return unescape(heading.replace("<br>", " "))  # names are escaped for plotly
 
 

@@ -12,8 +12,6 @@ from mechattn.errors import OptionError
 from mechattn.render.draw import FADED_CELLS
 from mechattn.render.print_size import without_markup
 
-TABLE_COLUMNS = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
-
 
 def figure_table(figure: go.Figure) -> pd.DataFrame:
     """The numbers that a figure draws, as a table with a row for each point or cell.
@@ -36,8 +34,8 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
         )
 
     table = pd.concat(tables, ignore_index=True)
-    table = table.reindex(columns=TABLE_COLUMNS)
-    table = table.dropna(axis=1, how="all")
+    columns = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
+    table = table.reindex(columns=columns).dropna(axis=1, how="all")
     return table.map(_without_tags)
 
 

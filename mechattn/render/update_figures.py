@@ -208,8 +208,10 @@ def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
     check_choice(READINGS, reading=reading)
     check_condition(result, condition)
     dataset = result[READINGS[reading]].sel(condition=condition)
-    plain_names = {name: str(name).removeprefix(TopTargetUpdates.prefix) for name in dataset}
-    return dataset.rename(plain_names).assign_attrs(reading=reading)
+    dataset = dataset.rename(
+        {name: str(name).removeprefix(TopTargetUpdates.prefix) for name in dataset}
+    )
+    return dataset.assign_attrs(reading=reading)
 
 
 class _Bins(NamedTuple):

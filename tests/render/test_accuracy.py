@@ -11,14 +11,15 @@ from mechattn.errors import OptionError
 
 def table(names, values):
     values = np.array(values)
-    made = {
-        "condition": names,
-        "accuracy": values,
-        "low": values - 0.1,
-        "high": values + 0.05,
-        "n": 40,
-    }
-    return pd.DataFrame(made)
+    return pd.DataFrame(
+        {
+            "condition": names,
+            "accuracy": values,
+            "low": values - 0.1,
+            "high": values + 0.05,
+            "n": 40,
+        }
+    )
 
 
 def test_by_condition():
@@ -52,5 +53,6 @@ def test_a_sweep_begins_at_the_baseline():
 
 
 def test_what_cannot_be_shown():
-    with pytest.raises(OptionError, match="no tables"):
-        ma.render.accuracy({})
+    for tables in ({}, table(["baseline"], [0.9])):
+        with pytest.raises(OptionError, match="no tables by name"):
+            ma.render.accuracy(tables)
