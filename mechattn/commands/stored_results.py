@@ -119,7 +119,7 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
         if kind in LEADING:
             continue
         for options in figure.in_report(result, layer):
-            dataset = figure.dataset(result, options)
+            dataset = figure.dataset_name(result, options)
             rank = len(analysis_names)  # an analysis that the user wrote comes last
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)

@@ -60,12 +60,12 @@ def activation_histogram(
     Raises:
         OptionError: There is no such layer or condition, or no condition besides the baseline.
     """
-    results, names = _checked_results(results, conditions, layer)
-    names = [BASELINE, *names]
+    results, conditions = _checked_results(results, conditions, layer)
+    shown_conditions = [BASELINE, *conditions]
     figure = _panel_of_each_model(results)
     sentences = []
     for column, result in enumerate(results, 1):
-        _histogram_lines(figure, result, names, layer, column)
+        _histogram_lines(figure, result, shown_conditions, layer, column)
 
         # The size up to which an activation of this layer counts as near zero.
         threshold = result.provenance["analyses"][NAME]["thresholds"][str(layer)]
@@ -73,7 +73,10 @@ def activation_histogram(
             draw.rule(figure, x=x, dash="dot", column=column)
 
         share = result[NAME].near_zero_by_segment.sel(layer=layer, segment="question")
-        phrases = [f"{name} {mean_words(result, share.sel(condition=name))}" for name in names]
+        phrases = []
+        for name in shown_conditions:
+            share_words = mean_words(result, share.sel(condition=name))
+            phrases.append(f"{name} {share_words}")
         sentences.append(model_sentence(result, phrases))
 
     # "10⁻³" at each power of ten.
@@ -81,9 +84,9 @@ def activation_histogram(
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
 
-    note = f"layer {layer}, question tokens; n = {counts_words(results)}"
-    note += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
-    draw.title_above_legend(figure, "activations of the MLP", note, 480, top=150)
+    small_print = f"layer {layer}, question tokens; n = {counts_words(results)}"
+    small_print += "; bands: pointwise 95 % intervals; dotted: near-zero threshold"
+    draw.title_above_legend(figure, "activations of the MLP", small_print, 480, margin_top=150)
     return says(figure, "Near-zero share:", *sentences)
 
 
@@ -107,34 +110,36 @@ def activation_metrics(
         OptionError: There is no such layer, condition or segment, or no condition besides the
             baseline.
     """
-    results, names = _checked_results(results, conditions, layer)
+    results, conditions = _checked_results(results, conditions, layer)
     figure = draw.panels(list(_METRICS.values()), horizontal_spacing=0.05)
     sentences = []
     for column, metric in enumerate(_METRICS, 1):
         series = []
         for result in results:
-            changes = {}
-            for name in names:
+            changes = []
+            phrases = []
+            for name in conditions:
                 contrast = Contrast(result, name, quantity=metric, segment=segment)
-                interval, _ = contrast.overall(layer)
-                changes[name] = interval
+                change, _ = contrast.overall(layer)
+                changes.append(change)
+                phrases.append(f"{name} {percent_words(change)}")
 
-            percents = 100 * np.transpose(list(changes.values()))  # [estimate and ends, condition]
+            percents = 100 * np.transpose(changes)  # [estimate and ends, condition]
             series.append((model_caption(result), percents))
-
             if metric == "near_zero":
-                phrases = [f"{name} {percent_words(change)}" for name, change in changes.items()]
                 sentences.append(model_sentence(result, phrases))
 
-        draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINT_STYLE)
+        draw.side_by_side(figure, conditions, series, COLOURS[1:], column=column, **_POINT_STYLE)
         draw.rule(figure, y=0, column=column)
 
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
-    note = (
+    small_print = (
         f"layer {layer}, {segment} tokens; n = {counts_words(results)}; bars: 95 % t intervals of"
         " the log-ratio of prompts' means"
     )
-    draw.title_above_legend(figure, "changes of the MLP's activations", note, 520, top=130)
+    draw.title_above_legend(
+        figure, "changes of the MLP's activations", small_print, 520, margin_top=130
+    )
     return says(figure, "Change of the near-zero share:", *sentences)
 
 
@@ -156,35 +161,37 @@ def near_zero_by_class(
         OptionError: There is no such layer or condition, no condition besides the baseline, or no
             class of token that three prompts have.
     """
-    results, names = _checked_results(results, conditions, layer)
-    names = [BASELINE, *names]
+    results, conditions = _checked_results(results, conditions, layer)
+    shown_conditions = [BASELINE, *conditions]
     figure = _panel_of_each_model(results, shared_yaxes=True)
     sentences = []
     for column, result in enumerate(results, 1):
-        counts, intervals = _shares_by_class(result, names, layer)
+        counts, intervals = _shares_by_class(result, shown_conditions, layer)
         classes = counts.token_class.values
-        spacing = 0.8 / len(names)
+        spacing = 0.8 / len(shown_conditions)  # classes are 1 apart
         series = intervals.items()
         draw.side_by_side(
-            figure, classes, series, COLOURS, column=column, apart=spacing, **_POINT_STYLE
+            figure, classes, series, COLOURS, column=column, spacing=spacing, **_POINT_STYLE
         )
 
         labels = [
             f"{token_class}<br>n = {count}" for token_class, count in counts.to_series().items()
         ]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
-        phrases = [
-            f"{name}: {', '.join(_interval_phrases(classes, interval))}"
-            for name, interval in intervals.items()
-        ]
+        phrases = []
+        for name, interval in intervals.items():
+            class_words = ", ".join(_interval_phrases(classes, interval))
+            phrases.append(f"{name}: {class_words}")
         sentences.append(model_sentence(result, phrases))
 
     figure.update_yaxes(title_text="near-zero share", col=1)
-    note = (
+    small_print = (
         f"layer {layer}; n: prompts with such a token in each condition; bars: 95 % t intervals"
         " over prompts"
     )
-    draw.title_above_legend(figure, "near-zero activations by class of token", note, 500, top=150)
+    draw.title_above_legend(
+        figure, "near-zero activations by class of token", small_print, 500, margin_top=150
+    )
     return says(figure, "Near-zero share.", *sentences)
 
 
@@ -206,8 +213,8 @@ def agreement(
     Raises:
         OptionError: There is no such layer or condition, or no condition to compare with.
     """
-    results, names = _checked_results(results, conditions, layer)
-    controls = [name for name in names if name != condition]
+    results, conditions = _checked_results(results, conditions, layer)
+    controls = [name for name in conditions if name != condition]
     if not controls:
         raise OptionError(
             f"there is no condition to compare with {condition!r}; run or name at least one more"
@@ -228,11 +235,13 @@ def agreement(
     draw.rule(figure, y=0)
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
 
-    note = (
+    small_print = (
         f"of changes from the baseline, layer {layer}, question tokens; n = {counts_words(results)}"
         "; bars: 95 % t intervals"
     )
-    draw.title_above_legend(figure, f"agreement with “{condition}”", note, 460, top=130)
+    draw.title_above_legend(
+        figure, f"agreement with “{condition}”", small_print, 460, margin_top=130
+    )
     return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)
 
 
@@ -271,7 +280,7 @@ def _panel_of_each_model(results: Sequence[Result], **options: Any) -> go.Figure
 
 
 def _histogram_lines(
-    figure: go.Figure, result: Result, names: Sequence[str], layer: int, column: int
+    figure: go.Figure, result: Result, conditions: Sequence[str], layer: int, column: int
 ) -> None:
     """Draw the share of activations in each bin as steps with a band, one line per condition."""
     histogram = result[NAME].histogram.sel(layer=layer)
@@ -279,7 +288,7 @@ def _histogram_lines(
     histogram = histogram.isel(bin=slice(1, -1))  # the outermost bins are open
     step_ends = np.repeat(edges, 2)[1:-1]
 
-    for name, colour in draw.condition_colours(names):
+    for name, colour in draw.condition_colours(conditions):
         shares = histogram.sel(condition=name).transpose("prompt", "bin")
         interval = mean_over_prompts(result, shares)
 
@@ -294,7 +303,7 @@ def _histogram_lines(
 
 
 def _shares_by_class(
-    result: Result, names: Sequence[str], layer: int
+    result: Result, conditions: Sequence[str], layer: int
 ) -> tuple[xr.DataArray, dict[str, Interval]]:
     """The near-zero share of each class of token that enough prompts have.
 
@@ -306,7 +315,7 @@ def _shares_by_class(
     Raises:
         OptionError: Too few prompts have any class.
     """
-    shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=names)
+    shares = result[NAME].near_zero_by_token_class.sel(layer=layer, condition=conditions)
     has_class = shares.notnull().all("condition")
     counts = has_class.sum("prompt")
     counts = counts[counts >= FEWEST]
@@ -318,14 +327,14 @@ def _shares_by_class(
 
     shares = shares.where(has_class).sel(token_class=counts.token_class)
     intervals = {}
-    for name in names:
+    for name in conditions:
         condition_shares = shares.sel(condition=name).transpose("prompt", "token_class")
         intervals[name] = mean_over_prompts(result, condition_shares)
     return counts, intervals
 
 
 def _interval_phrases(names: Sequence[str], interval: Interval) -> list[str]:
-    """Each name with its number and interval; the parts of ``interval`` are arrays [name]."""
+    """Each name with its number and interval. The parts of ``interval`` are arrays [name]."""
     return [
         f"{name} {number_words(Interval(*ends))}"
         for name, ends in zip(names, np.transpose(interval), strict=True)

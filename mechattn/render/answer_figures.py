@@ -4,7 +4,7 @@ right and wrong answers."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, cycle
+from itertools import chain, cycle, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.prompts.sweeps import swept_conditions
 from mechattn.render import draw
-from mechattn.render.change_figures import changes, option_words
+from mechattn.render.change_figures import changes, option_words, swept_lines
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import declare
 from mechattn.render.words import (
@@ -40,7 +40,8 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     """Plot accuracy with 95 % intervals, one colour per model: by condition, or over the values of
     a swept option.
 
-    By condition, dotted lines mark the baselines.
+    By condition, dotted lines mark the baselines. Over an option, each combination of other options
+    gives a line with a colour of its own.
 
     Args:
         tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure.
@@ -51,16 +52,16 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     Raises:
         OptionError: There are no tables, or no condition is named after the option.
     """
-    names = _conditions(tables)
+    conditions = _conditions(tables)
     figure = draw.panels()
     if over:
-        _accuracy_over_option(figure, tables, names, over)
+        _accuracy_over_option(figure, tables, conditions, over)
     else:
-        _accuracy_by_condition(figure, tables, names)
+        _accuracy_by_condition(figure, tables, conditions)
 
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
-    note = f"n = {_count_words(tables.values())}; bars: 95 % intervals"
-    draw.title(figure, f"accuracy by {over or 'condition'}", note, 460)
+    small_print = f"n = {_count_words(tables.values())}; bars: 95 % intervals"
+    draw.title(figure, f"accuracy by {over or 'condition'}", small_print, 460)
     return figure
 
 
@@ -75,22 +76,22 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     Raises:
         OptionError: There are no tables.
     """
-    names = _conditions(tables)
+    conditions = _conditions(tables)
     figure = draw.panels(list(tables), shared_yaxes=True, horizontal_spacing=0.05)
     for column, table in enumerate(tables.values(), 1):
-        counts = sorted(set(table.k))
+        answer_counts = sorted(set(table.k))
         series = []
-        for name in names:
-            rows = table[table.condition == name]
-            series.append((name, _percents(rows, "k", counts, "estimate")))
+        for condition in conditions:
+            rows = table[table.condition == condition]
+            series.append((condition, _percents(rows, "k", answer_counts, "estimate")))
 
         draw.side_by_side(
             figure,
-            [str(count) for count in counts],
+            [str(k) for k in answer_counts],
             series,
             COLOURS,
             column=column,
-            apart=0.1,
+            spacing=0.1,
             mode="lines+markers",
             hovertemplate="k = %{customdata}: %{y:.1f} %",
         )
@@ -139,11 +140,11 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     figure.update_yaxes(draw.named_ticks(labels), autorange="reversed", row=1, col=1)
 
     heading = f"{measured.about}: attention of {measured.queries}"
-    note = (
+    small_print = (
         "bars: 95 % over answers, and over pairs of about the same length; upright lines: uniform"
         " attention"
     )
-    draw.title_above_legend(figure, heading, note, 260 + 60 * len(table), top=150)
+    draw.title_above_legend(figure, heading, small_print, 260 + 60 * len(table), margin_top=150)
     return says(figure, _pair_words(table))
 
 
@@ -176,11 +177,11 @@ def dose_curves(
         OptionError: No condition is named after the option, or the evaluation and the result have
             different conditions.
     """
-    evaluated = {condition.name for condition in swept_conditions(answers.condition, over)}
-    measured = {condition.name for condition in swept_conditions(result.conditions, over)}
-    if evaluated != measured:
-        name = min(evaluated ^ measured)
-        words = "run but not evaluated" if name in measured else "evaluated but not run"
+    evaluated_names = {condition.name for condition in swept_conditions(answers.condition, over)}
+    run_names = {condition.name for condition in swept_conditions(result.conditions, over)}
+    if evaluated_names != run_names:
+        name = min(evaluated_names ^ run_names)
+        words = "run but not evaluated" if name in run_names else "evaluated but not run"
         raise OptionError(f"{name!r} was {words}; evaluate and run the same conditions")
 
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
@@ -194,12 +195,12 @@ def dose_curves(
     figure.update_xaxes(title_text=option_words(over), row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
 
-    note = "bars: 95 %, over problems above, over prompts below"
+    small_print = "bars: 95 %, over problems above, over prompts below"
     if any(trace.line.dash == "dot" for trace in change_figure.data):
-        note += "; dotted: the null"
+        small_print += "; dotted: the null"
 
     heading = f"{model_caption(result)}: answers and attention by {over}"
-    draw.title_above_legend(figure, heading, note, 640, top=150)
+    draw.title_above_legend(figure, heading, small_print, 640, margin_top=150)
     return says(figure, sentence_of(change_figure))
 
 
@@ -207,50 +208,51 @@ def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     """The conditions of all tables, in the order of their first appearance.
 
     Raises:
-        OptionError: There are no tables.
+        OptionError: There are no tables, or they have no names.
     """
-    if not tables:
+    if not isinstance(tables, Mapping) or not tables:
         raise OptionError(
-            "there are no tables to show; give at least one, such as {model: evaluation.accuracy()}"
+            "there are no tables by name; give at least one, such as {model: evaluation.accuracy()}"
         )
 
-    names = chain.from_iterable(table.condition for table in tables.values())
-    return list(dict.fromkeys(names))
+    conditions = chain.from_iterable(table.condition for table in tables.values())
+    return list(dict.fromkeys(conditions))
 
 
 def _accuracy_over_option(
-    figure: go.Figure, tables: Mapping[str, pd.DataFrame], names: Sequence[str], over: str
+    figure: go.Figure, tables: Mapping[str, pd.DataFrame], conditions: Sequence[str], over: str
 ) -> None:
-    """Draw a line for each model over the values of a swept option."""
-    conditions = swept_conditions(names, over)
-    swept_names = [condition.name for condition in conditions]
-    x = [condition.value for condition in conditions]
-    if over == "count":  # the baseline is at 0 tokens
-        swept_names = [BASELINE, *swept_names]
-        x = [0.0, *x]
+    """Draw a line for each model and combination of other options, over the values of an option."""
+    lines_of_models = product(tables.items(), swept_lines(conditions, over, "accuracy"))
+    for ((model, table), line), colour in zip(lines_of_models, cycle(COLOURS)):
+        names = list(line.conditions)
+        x = list(line.x)
+        if over == "count":  # the baseline is at 0 tokens
+            names = [BASELINE, *names]
+            x = [0.0, *x]
 
-    for (model, table), colour in zip(tables.items(), cycle(COLOURS)):
         draw.points(
             figure,
             x,
-            _percents(table, "condition", swept_names, "accuracy"),
-            model,
+            _percents(table, "condition", names, "accuracy"),
+            f"{model}{line.suffix}",
             colour,
             mode="lines+markers",
-            customdata=swept_names,
+            customdata=names,
             hovertemplate=_HOVER,
         )
     figure.update_xaxes(title_text=option_words(over))
 
 
 def _accuracy_by_condition(
-    figure: go.Figure, tables: Mapping[str, pd.DataFrame], names: Sequence[str]
+    figure: go.Figure, tables: Mapping[str, pd.DataFrame], conditions: Sequence[str]
 ) -> None:
     """Draw a point for each model and condition, and a dotted line at the model's baseline."""
     series = [
-        (model, _percents(table, "condition", names, "accuracy")) for model, table in tables.items()
+        (model, _percents(table, "condition", conditions, "accuracy"))
+        for model, table in tables.items()
     ]
-    draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
+    draw.side_by_side(figure, conditions, series, COLOURS, hovertemplate=_HOVER)
     for table, colour in zip(tables.values(), cycle(COLOURS)):
         baselines = table.accuracy[table.condition == BASELINE]
         for baseline_accuracy in baselines.dropna():  # at most one
@@ -258,28 +260,29 @@ def _accuracy_by_condition(
 
 
 def _percents(
-    table: pd.DataFrame, index: str, values: Sequence[object], estimate: str
+    table: pd.DataFrame, label_column: str, labels: Sequence[object], estimate_column: str
 ) -> list[pd.Series]:
-    """An estimate and the ends of its interval, in percent, for these values of a column.
+    """An estimate and the ends of its interval, in percent, one row for each label.
 
     Args:
         table: The table, with columns "low" and "high".
-        index: The column that holds the values.
-        values: The values, such as names of conditions; those that the table lacks give NaN.
-        estimate: The column of the estimate.
+        label_column: The column that holds the labels.
+        labels: The labels, such as names of conditions; those that the table lacks give NaN.
+        estimate_column: The column of the estimate.
     """
-    rows = table.set_index(index).reindex(values)
-    return [100 * rows[column] for column in (estimate, "low", "high")]
+    rows = table.set_index(label_column).reindex(labels)
+    return [100 * rows[column] for column in (estimate_column, "low", "high")]
 
 
 def _count_words(tables: Iterable[pd.DataFrame]) -> str:
     """The numbers of problems, or of groups of problems, behind the tables."""
-    counts = []
+    count_phrases = []
     for table in tables:
         unit = table.attrs.get("unit", "prompts")
-        words = "problems" if unit == "prompts" else unit
-        counts.append(f"{table.n.iloc[0]} {words}")
-    return " or ".join(dict.fromkeys(counts))
+        if unit == "prompts":
+            unit = "problems"
+        count_phrases.append(f"{table.n.iloc[0]} {unit}")
+    return " or ".join(dict.fromkeys(count_phrases))
 
 
 def _answer_marks(

@@ -53,7 +53,7 @@ _AXIS_WORDS = {
     "received": "position in the sequence",
 }
 # What ranks the heads of a condition, in words.
-_RANKED_BY = {"difference": "changes", "beyond": "changes relative to the null"}
+_RANK_WORDS = {"difference": "changes", "beyond": "changes relative to the null"}
 
 
 class Panel(NamedTuple):
@@ -80,7 +80,7 @@ def _page_words(words: PageWords, result: Result, options: Mapping[str, Any]) ->
     return replace(words, note=note, title_end=received_title_end(result, options))
 
 
-@declare(NAME, report=[{}], page_words=_page_words)
+@declare(NAME, report=[{}], add_words=_page_words)
 def received_attention(
     result: Result,
     layer: int | Sequence[int] | None,
@@ -123,7 +123,6 @@ def received_attention(
         OptionError: There is no such layer, head, condition or null, or heads cannot be chosen.
     """
     condition = result.shown_condition(condition)
-    is_baseline = condition == BASELINE
     null_kind = null_by_position([result], [condition], null)
     layers = _layers(result[NAME], layer)
 
@@ -131,7 +130,7 @@ def received_attention(
     panels, choice = _panels(result, layers, heads, top, condition, by)
     titles = [f"Layer {panel.layer} head {panel.head}" for panel in panels]
     figure = by_position(panels, titles, _lines_by_row(condition), null_kind)
-    span = inserted_span(result, condition)
+    span = inserted_span(result, condition)  # None in the baseline, which has one row
     shade(figure, span, 2, "all")
 
     prompts = panels[0].prompts
@@ -148,7 +147,7 @@ def received_attention(
     if len(panels) > 1:
         small_print.append("each panel has its own vertical scale")
     heading = f"{model_caption(result)}: received attention"
-    height = 400 if is_baseline else 640
+    height = 400 if condition == BASELINE else 640  # with one row of panels or two
     draw.title_above_legend(figure, heading, "; ".join(small_print), height, 125)
 
     sentences = []
@@ -169,21 +168,22 @@ def listed_panels(
             as "L1H2".
     """
     dataset = result[NAME]
-    measured = dataset["head"].values.tolist()
+    measured_heads = dataset["head"].values.tolist()
     prompts = np.arange(dataset.sizes["prompt"])
-    listed = head_list(heads)
+    names_or_numbers = head_list(heads)
 
     panels = []
-    for layer, head in product(layers, listed):
+    for layer, head in product(layers, names_or_numbers):
         if layer is None:
-            named = head_named(head)
-            if named is None:
+            layer_and_head = head_named(head)
+            if layer_and_head is None:
                 raise OptionError(
-                    f'heads={listed}: without a layer, give names, such as ["L0H3", "L1H2"]'
+                    f"heads={names_or_numbers}: without a layer, give names,"
+                    ' such as ["L0H3", "L1H2"]'
                 )
-            layer, _ = named
+            layer, _ = layer_and_head
             check_layer(layer, dataset)
-        (number,) = check_heads(head, measured, layer)
+        (number,) = check_heads(head, measured_heads, layer)
         panels.append(Panel(result, layer, number, prompts))
     return panels
 
@@ -199,13 +199,12 @@ def chosen_panels(
     """
     units = units_of(result)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
-    choosing, prompts = units.halves()
+    choice_prompts, shown_prompts = units.halves()
 
     panels = []
     for layer in layers:
-        chosen = choose_heads(result, layer, top, condition, choosing, by)
-        for head_layer, head in chosen:
-            panels.append(Panel(result, head_layer, head, prompts))
+        for head_layer, head in choose_heads(result, layer, top, condition, choice_prompts, by):
+            panels.append(Panel(result, head_layer, head, shown_prompts))
     return panels
 
 
@@ -238,8 +237,8 @@ def null_by_position(
 
 
 def common_null(contrasts: Sequence[Contrast]) -> Null:
-    """The null of a figure with several comparisons: dilution if all of them use it, or else
-    uniform attention."""
+    """The null of a figure with several comparisons: dilution if all of them use it, and otherwise
+    uniform attention (also if there are no comparisons)."""
     null_kinds = {contrast.null_used for contrast in contrasts}
     return "dilution" if null_kinds == {"dilution"} else "uniform"
 
@@ -252,14 +251,14 @@ def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     """
     origin = result["sequences"].origin.sel(condition=condition)
     is_inserted = origin.values == INSERTED  # [prompt, pos]
-    differ = (is_inserted != is_inserted[0]).any()
-    if not is_inserted.any() or differ:
+    prompts_differ = (is_inserted != is_inserted[0]).any()
+    if not is_inserted.any() or prompts_differ:
         return None
 
     positions = np.flatnonzero(is_inserted[0])
     first = int(positions[0])
     last = int(positions[-1])
-    if len(positions) <= last - first:
+    if len(positions) <= last - first:  # a token between them was not inserted
         return None
     return first, last
 
@@ -269,14 +268,15 @@ def shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: int
     without a span."""
     if span is None:
         return
-    ends = (span[0] - 0.5, span[1] + 0.5)
-    figure.add_vrect(*ends, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below")
+    first, last = span
+    style = dict(fillcolor=SHADE, line_width=0, layer="below")
+    figure.add_vrect(first - 0.5, last + 0.5, row=row, col=column, **style)
 
 
 def by_position(
     panels: Sequence[Panel],
     titles: Sequence[str],
-    rows: Sequence[Sequence[PositionLine]],
+    lines_by_row: Sequence[Sequence[PositionLine]],
     null_kind: Null,
 ) -> go.Figure:
     """Draw a column of panels for each head: lines over positions, with their bands and nulls.
@@ -284,16 +284,16 @@ def by_position(
     Args:
         panels: The heads.
         titles: A title for each of them.
-        rows: The lines of each row of panels.
+        lines_by_row: The lines of each row of panels.
         null_kind: The null that is drawn.
     """
-    figure = draw.panels(titles, rows=len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
+    figure = draw.panels(
+        titles, rows=len(lines_by_row), vertical_spacing=0.16, horizontal_spacing=0.06
+    )
 
     for column, panel in enumerate(panels, 1):
-        for row, lines in enumerate(rows, 1):
-            means_of_lines = []
-            for line in lines:
-                means_of_lines.append(_draw_line(figure, panel, line, column, row))
+        for row, lines in enumerate(lines_by_row, 1):
+            means_of_lines = [_draw_line(figure, panel, line, column, row) for line in lines]
             for null_line in _null_lines(panel, lines, means_of_lines, null_kind):
                 draw.dotted(
                     figure,
@@ -308,15 +308,15 @@ def by_position(
                 )
             _cut_first_token(figure, means_of_lines, lines, column, row)
 
-    for row, lines in enumerate(rows, 1):
+    for row, lines in enumerate(lines_by_row, 1):
         figure.update_xaxes(title_text=_AXIS_WORDS[lines[0].quantity], row=row)
 
     figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
     return figure.update_layout(hovermode="x unified")
 
 
-def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]:
-    """The layers of a figure as a list; [None] for heads of all layers.
+def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[int | None]:
+    """The layers of a figure as a list; its only element is None for heads of all layers.
 
     Raises:
         OptionError: The list is empty, or a layer was not measured.
@@ -343,7 +343,7 @@ def _panels(
     """The panels of the listed or chosen heads, and how the heads were chosen, in words."""
     if heads is not None and top is None:
         if by != "difference":
-            raise OptionError(f"by={by!r} ranks heads, so say top=… too, how many of them")
+            raise OptionError(f"by={by!r} ranks heads: give top=… too, the number of heads")
         return listed_panels(result, layers, heads), "as given"
 
     if heads is not None or top is None:
@@ -351,10 +351,10 @@ def _panels(
             f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
         )
     check_counts(top=top)
-    ranked_by = _RANKED_BY[by]
+    rank_words = _RANK_WORDS[by]
     if condition == BASELINE:
-        ranked_by = "distances from uniform attention"
-    choice = f"with the largest {ranked_by} in the other half of the prompts"
+        rank_words = "distances from uniform attention"
+    choice = f"with the largest {rank_words} in the other half of the prompts"
     return chosen_panels(result, layers, top, condition, by), choice
 
 
@@ -388,24 +388,25 @@ def _layer_words(
     head_words = f"head {heads[0]}"
     if len(heads) > 1:
         head_words = f"heads {', '.join(map(str, heads))} (mean)"
-    start = f"Attention received by the question's tokens in layer {layer} {head_words}"
+    subject = f"Attention received by the question's tokens in layer {layer} {head_words}"
+    prompt_words = f"{len(prompts)} prompts"
     if condition != BASELINE:
         change = change_words(result, condition, layer, heads, prompts, null_kind)
         if not change:
             return ""
-        return f"{start} with “{condition}”: {change}, {len(prompts)} prompts."
+        return f"{subject} with “{condition}”: {change}, {prompt_words}."
 
     baseline = result[NAME].sel(condition=BASELINE, layer=layer, segment="question")
     baseline = baseline.isel(prompt=prompts)
     mean = mean_words(result, baseline.received_by_segment.sel(head=heads))
     uniform = overall_mean(result, baseline.received_by_segment_uniform).estimate
-    return f"{start}: {mean}, {len(prompts)} prompts; uniform attention would give {uniform:.3g}."
+    return f"{subject}: {mean}, {prompt_words}; uniform attention would give {uniform:.3g}."
 
 
 def _draw_line(
     figure: go.Figure, panel: Panel, line: PositionLine, column: int, row: int
 ) -> Positions:
-    """Draw a line with its band. Returns its means by position."""
+    """Draw a line with its band, and return its means by position."""
     cell = {"condition": line.condition, "layer": panel.layer, "head": panel.head}
     means = at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
     interval = draw.within(Interval(means.mean, means.low, means.high), "probability")
@@ -432,7 +433,7 @@ def _null_lines(
 ) -> list[_NullLine]:
     """The null of each line of a panel, for lines that have one.
 
-    If uniform attention is the same for all lines, only one of them is returned.
+    A panel has one or two lines. If uniform attention is the same for both, it is returned once.
     """
     null_lines = []
     for line, means in zip(lines, means_of_lines, strict=True):
@@ -441,14 +442,11 @@ def _null_lines(
             label = f"{null_kind}, {line.label}"
             null_lines.append(_NullLine(means.at, values[means.at], label, line.colour))
 
-    if null_kind == "uniform" and len(null_lines) > 1:
-        first, *others = null_lines
-        are_same = [
-            np.array_equal(first.positions, null_line.positions)
-            and np.allclose(first.values, null_line.values)
-            for null_line in others
-        ]
-        if all(are_same):  # drawn separately, the last would hide the others
+    if null_kind == "uniform" and len(null_lines) == 2:
+        first, second = null_lines
+        same_positions = np.array_equal(first.positions, second.positions)
+        if same_positions and np.allclose(first.values, second.values):
+            # Drawn separately, the second would hide the first.
             return [first._replace(label="uniform attention", colour=WITHOUT)]
     return null_lines
 

@@ -89,6 +89,7 @@ _SENTENCES = {
     "causes": (
         "The question's attention to itself changes by {question} points, by cause: {causes}."
     ),
+    "no_causes": "The question's attention to itself changes by {question} points.",
     "not_inserted": (
         "With “{condition}”, the question's attention changes, averaged over all layers and heads,"
         " by: {changes}."
@@ -102,7 +103,7 @@ def _with_table(words: PageWords, result: Result, options: Mapping[str, Any]) ->
     return replace(words, table=table) if table.rows else words
 
 
-@declare(NAME, report=[{}], page_words=_with_table)
+@declare(NAME, report=[{}], add_words=_with_table)
 def attention_budget(result: Result, conditions: Sequence[str] | None = None) -> go.Figure:
     """Plot what the question attends to by layer, and the change of its attention to itself by
     cause.
@@ -122,26 +123,30 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
         OptionError: The budget was not measured, or there is no such condition.
     """
     dataset = result[NAME]
-    names = result.conditions[1:] if conditions is None else list(conditions)
-    changed = [result.condition(name) for name in names]
+    names = result.conditions[1:] if conditions is None else conditions
+    shown_conditions = [result.condition(name) for name in names]  # raises for the baseline
 
-    figure = _panels(changed)
-    for column, condition in enumerate([BASELINE, *changed], 1):
+    figure = _panels(shown_conditions)
+    for column, condition in enumerate([BASELINE, *shown_conditions], 1):
         _stack(figure, result, condition, column)
-    figure.update_xaxes(title_text="layer", title_standoff=4, **draw.steps(dataset.sizes["layer"]))
+    figure.update_xaxes(
+        title_text="layer", title_standoff=4, **draw.numbered_ticks(dataset.sizes["layer"])
+    )
     figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
     figure.update_yaxes(range=[0, 100], row=1)
     height = 400
-    if changed:
-        _changes(figure, result, changed)
+    if shown_conditions:
+        _changes(figure, result, shown_conditions)
         height = 720
 
-    note = f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
+    small_print = (
+        f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
+    )
     one_cause = str(dataset.attrs.get("one_cause", ""))
     if one_cause:
-        note += f"; distance and hidden states are one cause, since {one_cause}"
+        small_print += f"; distance and hidden states are one cause, since {one_cause}"
     heading = f"{model_caption(result)}: what the question attends to"
-    draw.title_above_legend(figure, heading, note, height, 140)
+    draw.title_above_legend(figure, heading, small_print, height, 140)
 
     # The second legend is below the panels, with room for several rows in a narrow notebook.
     lower_legend = dict(orientation="h", y=0, yref="container", yanchor="bottom")
@@ -153,7 +158,7 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
         margin_b=120,
     )
     sentences = []
-    for condition in changed:
+    for condition in shown_conditions:
         sentences += budget_sentences(result, condition)
     return says(figure, *sentences)
 
@@ -169,49 +174,49 @@ def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageT
         A row for each condition and payer; a column for each cause that is known in any of them.
     """
     names = result.conditions[1:] if conditions is None else conditions
-    words = _cause_words(result)
-    known: set[str] = set()
+    cause_words = _cause_words(result)
+    causes_of_any: set[str] = set()
     for condition in names:
-        known.update(known_causes(result, condition))
-    causes = [cause for cause in words if cause in known]
-    columns = ["condition", "payer", "without", "with", "change (points of 100)"]
-    columns += [f"by {words[cause]}" for cause in causes]
+        causes_of_any.update(known_causes(result, condition))
+    causes = [cause for cause in cause_words if cause in causes_of_any]
+    header = ["condition", "payer", "without", "with", "change (points of 100)"]
+    header += [f"by {cause_words[cause]}" for cause in causes]
 
     rows = []
     for condition in names:
         for _, budget in budget_table(result, condition).iterrows():
-            row = [
+            cells = [
                 condition,
                 PAYER_WORDS[budget.payer],
                 _point_words(budget, "baseline", ".1f"),
                 _point_words(budget, "value", ".1f"),
             ]
-            for change in ("change", *causes):
-                row.append(_point_words(budget, change) if change in budget else "–")
-            rows.append(row)
+            for column in ("change", *causes):
+                cells.append(_point_words(budget, column) if column in budget else "–")
+            rows.append(cells)
 
-    return PageTable("As a table: who pays, and why", columns, rows)
+    return PageTable("As a table: who pays, and why", header, rows)
 
 
 def budget_sentences(result: Result, condition: str) -> list[str]:
     """The budget of a condition in words.
 
     The sentences say what the inserted tokens take, with the layer in which attention moves most,
-    then who pays, then why the question's attention to itself changes. If nothing is inserted, one
-    sentence gives all changes instead of the first two.
+    then who pays, then how the question's attention to itself changes, and by which causes if these
+    are known. If nothing is inserted, one sentence gives all changes instead of the first two.
     """
     table = budget_table(result, condition).set_index("payer")
     question = table.loc["question"]
     has_insertion = "inserted" in table.index and table.change["inserted"] > 0
 
-    # With an insertion, the question's own change is in the sentence on its causes.
+    # With an insertion, the question's own change has a sentence of its own.
     left_out = ("inserted", "question") if has_insertion else ("inserted",)
-    changes = [
+    payer_changes = [
         f"{PAYER_WORDS[payer]} {_point_words(table.loc[payer], 'change')}"
         for payer in reversed(table.index)
         if payer not in left_out
     ]
-    change_words = ", ".join(changes)
+    change_words = ", ".join(payer_changes)
 
     if has_insertion:
         layer = busiest_layer(result, condition)
@@ -229,13 +234,16 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
         sentences = [_SENTENCES["not_inserted"].format(condition=condition, changes=change_words)]
 
     cause_words = _cause_words(result)
-    causes = [
+    cause_changes = [
         f"{cause_words[cause]} {_point_words(question, cause)}"
         for cause in known_causes(result, condition)
     ]
-    if causes:
-        total = _point_words(question, "change")
-        sentences.append(_SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
+    own_change = _point_words(question, "change")
+    if cause_changes:
+        causes = ", ".join(cause_changes)
+        sentences.append(_SENTENCES["causes"].format(question=own_change, causes=causes))
+    elif has_insertion:
+        sentences.append(_SENTENCES["no_causes"].format(question=own_change))
 
     return sentences
 
@@ -244,38 +252,38 @@ def own_attention_words(result: Result, condition: str) -> str:
     """How the question's attention to itself changes, as the end of the sentence "The question
     attends …".
 
-    It says whether the attention rises or falls over all layers, by how many points, and the same
-    for the layer with the largest change.
+    It says whether the attention rises or falls over all layers, by how many points, and by how
+    many in the layer with the largest change.
     """
     layers = result[NAME].layer.values
     changes = result[NAME].change.sel(condition=condition)
     layer_changes = by_layer(result, changes, "question").estimate
     layer = layers[np.abs(layer_changes).argmax()]
 
-    change = budget_table(result, condition).set_index("payer").loc["question"]
+    budget = budget_table(result, condition).set_index("payer").loc["question"]
     layer_budget = budget_table(result, condition, layer).set_index("payer").loc["question"]
 
-    amount = "similar"
-    if np.isnan(change.change_low):
-        amount = "unknown"
-    elif change.change_low > 0:
-        amount = "more"
-    elif change.change_high < 0:
-        amount = "less"
+    direction = "similar"
+    if np.isnan(budget.change_low):
+        direction = "unknown"
+    elif budget.change_low > 0:
+        direction = "more"
+    elif budget.change_high < 0:
+        direction = "less"
 
     return (
-        f"{_OWN_ATTENTION[amount]}: {_point_words(change, 'change')} of 100 points over all layers,"
-        f" and {_point_words(layer_budget, 'change')} in layer {layer}, the largest change of"
-        f" {len(layers)} layers"
+        f"{_OWN_ATTENTION[direction]}: {_point_words(budget, 'change')} of 100 points over all"
+        f" layers, and {_point_words(layer_budget, 'change')} in layer {layer}, the largest change"
+        f" of {len(layers)} layers"
     )
 
 
-def _panels(changed: Sequence[str]) -> go.Figure:
+def _panels(conditions: Sequence[str]) -> go.Figure:
     """Empty panels: one for the baseline and each condition, and below them the changes."""
-    titles = ["without (baseline)", *(f"with {name}" for name in changed)]
+    titles = ["without (baseline)", *(f"with {name}" for name in conditions)]
     columns = len(titles)
-    if changed:
-        titles += ["mean over layers", *(f"question to itself, {name}" for name in changed)]
+    if conditions:
+        titles += ["mean over layers", *(f"question to itself, {name}" for name in conditions)]
 
     letters = _TITLE_LETTERS // columns
     return draw.panels(
@@ -309,7 +317,7 @@ def _bars(figure: go.Figure, interval: Interval, layers: np.ndarray, **style: An
     """Draw one bar per layer; its interval is shown on hover."""
     figure.add_bar(
         x=layers,
-        y=np.nan_to_num(interval.estimate),
+        y=interval.estimate,
         customdata=np.stack([interval.low, interval.high], -1),
         meta=["low", "high"],
         **style,
@@ -332,13 +340,13 @@ def _changes(figure: go.Figure, result: Result, conditions: Sequence[str]) -> No
 
 def _changes_by_payer(figure: go.Figure, result: Result, conditions: Sequence[str]) -> None:
     """Draw the change of what each payer gets over all layers, one mark per condition."""
-    spacing = 0.8 / len(conditions)
-    middle = (len(conditions) - 1) / 2
-    for number, (condition, symbol) in enumerate(zip(conditions, cycle(_SYMBOLS))):
+    spacing = 0.8 / len(conditions)  # payers are 1 apart
+    middle_index = (len(conditions) - 1) / 2
+    for index, (condition, symbol) in enumerate(zip(conditions, cycle(_SYMBOLS))):
         table = budget_table(result, condition)
         draw.points(
             figure,
-            np.arange(len(table)) + spacing * (middle - number),
+            np.arange(len(table)) + spacing * (middle_index - index),
             interval_of(table, "change"),
             condition,
             "#444",
@@ -364,17 +372,18 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
     and a line for their sum."""
     dataset = result[NAME].sel(condition=condition)
     layers = dataset.layer.values
-    words = _cause_words(result)
+    cause_words = _cause_words(result)
     for cause in known_causes(result, condition):
+        words = cause_words[cause]
         _bars(
             figure,
             by_layer(result, dataset.by_cause.sel(cause=cause), "question"),
             layers,
-            name=words[cause],
+            name=words,
             legend=_LOWER_LEGEND,
             legendgroup=cause,
             marker=dict(color=CAUSE_COLOURS[cause], line_width=0, opacity=0.75),
-            hovertemplate=f"layer %{{x}}, {words[cause]}: {_HOVER}",
+            hovertemplate=f"layer %{{x}}, {words}: {_HOVER}",
             row=2,
             col=column,
         )
@@ -398,7 +407,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
 
 
 def _cause_words(result: Result) -> dict[str, str]:
-    """The words for each cause; hidden states include distance if positions cannot be moved."""
+    """The words for each cause. Hidden states include distance if positions cannot be moved."""
     if result[NAME].attrs.get("one_cause"):
         return CAUSE_WORDS | {"hidden states": "distance and hidden states"}
     return CAUSE_WORDS

@@ -79,36 +79,36 @@ def change_map(
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
 
-    against = table.attrs["null"]
+    null_words = table.attrs["null"]
     if _is_beyond_null(contrast, table):
         column = "beyond"
-        beyond = f" beyond {NULL_NAMES[contrast.null_used]}"
-        against = f"against {against}"
+        beyond_words = f" beyond {NULL_NAMES[contrast.null_used]}"
+        null_words = f"against {null_words}"
         sentence = _beyond_sentence(contrast, table)
     else:
         column = "difference"
-        beyond = ""
+        beyond_words = ""
         if table.null.notna().any() and not table.attrs["predicts_no_change"]:
-            against += " predicts no difference"
+            null_words += " predicts no difference"
         sentence = _difference_sentence(contrast, table)
 
-    hovered = {
+    hover_columns = {
         "change": "difference",
         "q": f"q_{column}",
         "low": f"{column}_low",
         "high": f"{column}_high",
     }
-    name = f"change{beyond}"
+    name = f"change{beyond_words}"
     hover = f"{name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     quantity_name = quantity_words(quantity, table.segment.iloc[0])
-    bar_words = f"change of {quantity_name}{beyond} ({table.scale.iloc[0]})"
-    figure = draw.head_map(table, column, f"q_{column}", hovered, hover, name, bar_words)
+    bar_words = f"change of {quantity_name}{beyond_words} ({table.scale.iloc[0]})"
+    figure = draw.head_map(table, column, f"q_{column}", hover_columns, hover, name, bar_words)
 
-    heading = f"{model_caption(result)}: {quantity_name}, change{_relative_to(to)}{beyond}"
-    significant = _significant(table, column)
-    small_print = _map_small_print(contrast, table.attrs, significant, against)
-    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), top=110)
+    heading = f"{model_caption(result)}: {quantity_name}, change{_relative_to(to)}{beyond_words}"
+    significant = _significant_words(table, column)
+    small_print = _map_small_print(contrast, table.attrs, significant, null_words)
+    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), margin_top=110)
     return says(figure, sentence)
 
 
@@ -155,18 +155,24 @@ def changes(
         raise OptionError(
             f"there is no condition to compare with {to!r}; give at least one in conditions"
         )
-    lines = _lines_of(conditions, over, quantity)
+    names = list(dict.fromkeys(conditions))
+    lines = [Line("measured", "", names, names)]
+    if over:
+        lines = swept_lines(names, over, quantity)
     if null is None:
-        names = chain.from_iterable(line.conditions for line in lines)
-        null = common_null([Contrast(result, name, to, quantity, segment) for name in names])
+        shown_conditions = chain.from_iterable(line.conditions for line in lines)
+        null = common_null(
+            [Contrast(result, condition, to, quantity, segment) for condition in shown_conditions]
+        )
 
     figure = draw.panels()
     sentences = []
     for line, colour in zip(lines, cycle((WITH, *OTHERS))):
         contrasts = [
-            Contrast(result, name, to, quantity, segment, null=null) for name in line.conditions
+            Contrast(result, condition, to, quantity, segment, null=null)
+            for condition in line.conditions
         ]
-        phrases = _draw_changes(figure, line, contrasts, layer, colour)
+        phrases = _draw_changes(figure, line, contrasts, layer, over, colour)
         if over:
             phrases = phrases[-1:]  # the sentence gives the last value of each line
         sentences.append(f"{'; '.join(phrases)}.")
@@ -180,17 +186,55 @@ def changes(
         figure.update_xaxes(title_text=option_words(over))
     figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
 
-    averaged = "mean over layers and heads"
+    mean_of = "layers and heads"
     if layer is not None:
-        averaged = f"mean over the heads of layer {layer}"
-    bars = "bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    draw.title(figure, heading, f"{averaged}; n = {count_words(result)}; {bars}", 440)
+        mean_of = f"the heads of layer {layer}"
+    small_print = (
+        f"mean over {mean_of}; n = {count_words(result)}; bars: 95 % t intervals of the log-ratio"
+        " of each prompt's mean"
+    )
+    draw.title(figure, heading, small_print, 440)
     return says(figure, *sentences)
 
 
 def option_words(option: str) -> str:
     """The title of the axis of a swept option."""
     return "inserted tokens" if option == "count" else option
+
+
+class Line(NamedTuple):
+    """The conditions of a line: one line of a sweep, or all conditions without a sweep."""
+
+    name: str  # in the legend
+    suffix: str  # distinguishes several lines in the legend, such as ", slash"
+    conditions: Sequence[str]
+    x: Sequence[str | float]  # a value for each condition
+
+
+def swept_lines(conditions: Sequence[str], over: str, quantity: str) -> list[Line]:
+    """The lines over a swept option: one for each combination of the other options.
+
+    Args:
+        conditions: Names of conditions. Those without the option are left out.
+        over: The swept option.
+        quantity: The name of a line whose conditions have no other options.
+
+    Raises:
+        OptionError: No condition is named after the option.
+    """
+    by_other_options: dict[str, list[SweptCondition]] = {}
+    for condition in swept_conditions(conditions, over):
+        by_other_options.setdefault(condition.without_option, []).append(condition)
+
+    lines = []
+    for other_options, line_conditions in by_other_options.items():
+        suffix = ""
+        if other_options and len(by_other_options) > 1:
+            suffix = f", {other_options}"
+        names = [condition.name for condition in line_conditions]
+        x = [condition.value for condition in line_conditions]
+        lines.append(Line(other_options or quantity, suffix, names, x))
+    return lines
 
 
 def _is_beyond_null(contrast: Contrast, table: pd.DataFrame) -> bool:
@@ -211,7 +255,7 @@ def _relative_to(condition: str) -> str:
 
 
 def _map_small_print(
-    contrast: Contrast, about: Mapping[Any, Any], significant: str, against: str
+    contrast: Contrast, about: Mapping[Any, Any], significant: str, null_words: str
 ) -> str:
     """The small print of a map: the condition, the significant heads, the prompts and the null.
 
@@ -219,17 +263,17 @@ def _map_small_print(
         contrast: The comparison.
         about: The attributes of its table.
         significant: The number of significant heads, in words.
-        against: The null, in words.
+        null_words: The null, in words.
     """
-    prompts = count_words(contrast.result)
+    sample = count_words(contrast.result)
     if "resampled" in about:
-        prompts += f", tested by {about['resampled']}"
+        sample += f", tested by {about['resampled']}"
 
     phrases = [
         f"“{contrast.condition}”{_relative_to(contrast.to)}",
         f"{significant} at q < 0.05",
-        f"n = {prompts}",
-        against,
+        f"n = {sample}",
+        null_words,
     ]
     if about["smallest_p"] >= 0.05:  # q is never smaller
         phrases.append(f"too few prompts for any head to reach it (q ≥ {about['smallest_p']:.2g})")
@@ -238,19 +282,20 @@ def _map_small_print(
     return "; ".join(phrases)
 
 
-def _significant(table: pd.DataFrame, column: str) -> str:
-    """How many heads have q < 0.05."""
+def _significant_words(table: pd.DataFrame, column: str) -> str:
+    """How many heads have q < 0.05, such as "3 of 32 heads"."""
     is_significant = table[f"q_{column}"] < 0.05
     return f"{int(is_significant.sum())} of {len(table)} heads"
 
 
 def _difference_sentence(contrast: Contrast, table: pd.DataFrame) -> str:
     """The number of heads that changed, and the head that changed most."""
-    significant = f"{_significant(table, 'difference')} changed{_relative_to(contrast.to)}"
-    null = f"; {table.attrs['null']}" if contrast.to == BASELINE else ""
+    significant = _significant_words(table, "difference")
+    null_words = f"; {table.attrs['null']}" if contrast.to == BASELINE else ""
     head_words = _head_words(_furthest(table, "difference"))
     return (
-        f"{significant} at q < 0.05{null}. The largest change is in {head_words}{_selected(table)}."
+        f"{significant} changed{_relative_to(contrast.to)} at q < 0.05{null_words}."
+        f" The largest change is in {head_words}{_selected_words(table)}."
     )
 
 
@@ -263,16 +308,15 @@ def _beyond_sentence(contrast: Contrast, table: pd.DataFrame) -> str:
         times = f"{np.exp(furthest.beyond):.2f} × {null_name}"
         null_change = f"{percent(furthest.change_null)} ({times})"
     return (
-        f"{_significant(table, 'beyond')} differ from {null_name} at q < 0.05. The largest"
+        f"{_significant_words(table, 'beyond')} differ from {null_name} at q < 0.05. The largest"
         f" difference is in {_head_words(furthest)}, under {null_name}"
-        f" {null_change}{_selected(table)}."
+        f" {null_change}{_selected_words(table)}."
     )
 
 
 def _furthest(table: pd.DataFrame, column: str) -> pd.Series:
     """The row whose number in a column is furthest from 0."""
-    row = int(np.nanargmax(table[column].abs()))
-    return table.iloc[row]
+    return table.iloc[np.nanargmax(table[column].abs())]
 
 
 def _head_words(row: pd.Series) -> str:
@@ -283,8 +327,9 @@ def _head_words(row: pd.Series) -> str:
     return f"{head_name(row.layer, row['head'])}: {words}"
 
 
-def _selected(table: pd.DataFrame) -> str:
-    """The warning that a head was selected; empty if the table has one row."""
+def _selected_words(table: pd.DataFrame) -> str:
+    """The warning that a head was selected, as the end of a sentence; empty if the table has one
+    row."""
     if len(table) == 1:
         return ""
     return (
@@ -293,42 +338,12 @@ def _selected(table: pd.DataFrame) -> str:
     )
 
 
-class _Line(NamedTuple):
-    """The conditions of a line: one line of a sweep, or all conditions without a sweep."""
-
-    name: str  # in the legend
-    null_suffix: str  # distinguishes the nulls of several lines in the legend
-    conditions: Sequence[str]
-    x: Sequence[str | float]  # a value for each condition
-    over: str  # the swept option; "" without a sweep
-
-
-def _lines_of(conditions: Sequence[str], over: str, quantity: str) -> list[_Line]:
-    """The lines of a figure: one for each combination of options other than the swept one."""
-    names = list(dict.fromkeys(conditions))
-    if not over:
-        return [_Line("measured", "", names, names, over)]
-
-    swept: dict[str, list[SweptCondition]] = {}
-    for condition in swept_conditions(names, over):
-        swept.setdefault(condition.without_option, []).append(condition)
-
-    lines = []
-    for other_options, swept_alike in swept.items():
-        null_suffix = ""
-        if other_options and len(swept) > 1:
-            null_suffix = f", {other_options}"
-        line_names = [condition.name for condition in swept_alike]
-        x = [condition.value for condition in swept_alike]
-        lines.append(_Line(other_options or quantity, null_suffix, line_names, x, over))
-    return lines
-
-
 def _draw_changes(
     figure: go.Figure,
-    line: _Line,
+    line: Line,
     contrasts: Sequence[Contrast],
     layer: int | None,
+    over: str,
     colour: str,
 ) -> list[str]:
     """Draw the changes of a line in percent, and the changes under the null if all are known.
@@ -338,36 +353,36 @@ def _draw_changes(
     """
     x = list(line.x)
     percents: list[np.ndarray] = []  # the estimate and its ends at each x
-    nulls: list[float] = []
+    null_percents: list[float] = []
     phrases = []
-    if line.over == "count" and contrasts[0].to == BASELINE:
+    if over == "count" and contrasts[0].to == BASELINE:
         # A count of 0 is the baseline, which does not change.
         x = [0.0, *x]
         percents = [np.zeros(3)]
-        nulls = [0.0]
+        null_percents = [0.0]
 
     for contrast in contrasts:
         change, null_change = contrast.overall(layer)
         percents.append(100 * np.array(change))
         if null_change is not None:
-            nulls.append(100 * float(null_change.estimate))
+            null_percents.append(100 * float(null_change.estimate))
         words = change_beside_null(change, null_change, contrast.null_used)
         phrases.append(f"{contrast.condition}: {words}")
 
     mode = "markers"
     null_mark = _NULL_MARK
-    if line.over:
+    if over:
         mode = "lines+markers"
         null_mark = {}
     hover = "%{x}: %{y:.1f} %<extra></extra>"
     estimates = np.transpose(percents)
     draw.points(figure, x, estimates, line.name, colour, mode=mode, hovertemplate=hover)
-    if len(nulls) == len(x):
-        null_name = NULL_NAMES[contrasts[0].null_used] + line.null_suffix
+    if len(null_percents) == len(x):
+        null_name = NULL_NAMES[contrasts[0].null_used] + line.suffix
         draw.dotted(
             figure,
             x,
-            nulls,
+            null_percents,
             null_name,
             colour,
             mode=mode,

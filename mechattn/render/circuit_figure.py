@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
 
 _ARC_POINTS = 9  # enough that an edge looks smooth
-_HEAD_OR_MLP = re.compile(r"L(\d+)(?:H(\d+)|MLP)")
+_HEAD_OR_MLP = re.compile(r"L(?P<layer>\d+)(?:H(?P<head>\d+)|MLP)")
 _WIDEST = 7.0  # the width in pixels of the edge with the largest score
 # The part of a node's name that an axis shows, and that its circle therefore leaves out.
 _ON_THE_AXES = re.compile(r"L\d+H?|embedding|logits")
@@ -46,7 +46,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         random direction.
     """
     table = circuit.table(size, q)
-    heads = int(circuit.about["cfg"]["n_heads"])
+    head_count = int(circuit.about["cfg"]["n_heads"])
 
     # Heads may share keys or values. An edge to these is drawn to each of the heads that writes.
     writers = {*table.writer, "logits"}
@@ -56,55 +56,55 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     }
     nodes = sorted({*table.writer, *chain.from_iterable(nodes_of_reader.values())})
     matches = [_HEAD_OR_MLP.match(node) for node in nodes]
-    layers = sorted({int(match[1]) for match in matches if match})
-    places = {node: _place(node, heads, layers) for node in nodes}
+    layers = sorted({int(match["layer"]) for match in matches if match})
+    places = {node: _place(node, head_count, layers) for node in nodes}
 
     figure = draw.panels()
     _legend_of_edges(figure)
-    largest = table.effect.abs().max()
+    largest_score = table.effect.abs().max()
     for _, edge in table[::-1].iterrows():  # the largest on top
         for node in nodes_of_reader[edge.reader]:
-            _arc(figure, edge, places[edge.writer], places[node], largest, heads)
+            _arc(figure, edge, places[edge.writer], places[node], largest_score, head_count)
     _nodes(figure, places)  # after the edges, so that a node covers their ends
 
     ticks = ["embedding", *map(str, layers), "logits"]
     figure.update_xaxes(
-        title_text="head", tickvals=list(range(heads)), showgrid=False, zeroline=False
+        title_text="head", tickvals=list(range(head_count)), showgrid=False, zeroline=False
     )
     figure.update_yaxes(draw.named_ticks(ticks), title_text="layer", showgrid=False)
 
     faithfulness = _faithfulness_words(circuit, size, q)
-    edge_count = int(circuit.graph.exists.sum())
+    model_edges = int(circuit.graph.exists.sum())
     about = circuit.about
-    note = (
-        f"{about['metric']}; {len(table)} of {edge_count} edges, {circuit.edges.method_words}; ranked on"
-        f" {about['ranked_on']}. {faithfulness}"
+    small_print = (
+        f"{about['metric']}; {len(table)} of {model_edges} edges, {circuit.edges.method_words};"
+        f" ranked on {about['ranked_on']}. {faithfulness}"
     )
     heading = f"{about['model']}: circuit"
-    draw.title_above_legend(figure, heading, note, 200 + 80 * len(ticks), top=110)
+    draw.title_above_legend(figure, heading, small_print, 200 + 80 * len(ticks), margin_top=110)
     return says(
         figure, f"{len(table)} edges on paths from the embedding to the logits. {faithfulness}"
     )
 
 
-def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
+def _place(node: str, head_count: int, layers: list[int]) -> tuple[float, float]:
     """Where a node is drawn, across and up.
 
     The embedding is at height 0, the layers are above it in their order, and the logits are at the
     top. The MLP of a layer is on the right of its heads and a little higher.
     """
-    middle = (heads - 1) / 2
-    if name == "embedding":
+    middle = (head_count - 1) / 2
+    if node == "embedding":
         return middle, 0
-    if name == "logits":
+    if node == "logits":
         return middle, len(layers) + 1
 
-    match = _HEAD_OR_MLP.match(name)
+    match = _HEAD_OR_MLP.match(node)
     assert match is not None  # every other node is a head or an MLP
-    height = layers.index(int(match[1])) + 1
-    if match[2]:
-        return float(match[2]), height
-    return heads + 0.3, height + 0.5
+    height = layers.index(int(match["layer"])) + 1
+    if match["head"]:
+        return float(match["head"]), height
+    return head_count + 0.3, height + 0.5
 
 
 def _legend_of_edges(figure: go.Figure) -> None:
@@ -124,8 +124,8 @@ def _arc(
     edge: pd.Series,
     start: tuple[float, float],
     end: tuple[float, float],
-    largest: float,
-    heads: int,
+    largest_score: float,
+    head_count: int,
 ) -> None:
     """Draw an edge, which enters a head at the side of its queries, keys or values.
 
@@ -134,13 +134,13 @@ def _arc(
         edge: A row of the circuit's table.
         start: The place of the writer, across and up.
         end: The place of the reader.
-        largest: The largest absolute score of the circuit; its edge is the widest.
-        heads: The number of heads in a layer, which is the width of the figure.
+        largest_score: The largest absolute score of the circuit; its edge is the widest.
+        head_count: The number of heads in a layer, which is the width of the figure.
     """
     _, _, reader_input = edge.reader.partition(".")
     x0, y0 = start
     x1, y1 = end
-    x1 += heads * _SHIFT_OF_INPUT.get(reader_input, 0.0)
+    x1 += head_count * _SHIFT_OF_INPUT.get(reader_input, 0.0)
 
     # An edge is bent by half a sine, so that edges over several layers do not hide each other. The
     # bend is at most a third of the distance of two heads, and less for an edge to the next layer.
@@ -159,7 +159,7 @@ def _arc(
     )
 
     colour = WITH if edge.effect > 0 else WITHOUT
-    relative_size = abs(edge.effect) / largest
+    relative_size = abs(edge.effect) / largest_score
     figure.add_scatter(
         x=x0 + (x1 - x0) * fraction + bend,
         y=y0 + (y1 - y0) * fraction,
@@ -174,10 +174,10 @@ def _arc(
 
 def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
     """Draw a circle for each node, with the part of its name that the axes do not show."""
-    across, heights = np.reshape(list(places.values()), (-1, 2)).T
+    x, y = np.reshape(list(places.values()), (-1, 2)).T  # also without nodes
     figure.add_scatter(
-        x=across,
-        y=heights,
+        x=x,
+        y=y,
         mode="markers+text",
         text=[_ON_THE_AXES.sub("", node) for node in places],
         hovertext=list(places),
@@ -193,19 +193,21 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
     rank its edges; or that this was not measured, and how to measure it."""
     if q is not None:
         return "What they carry was not measured: circuit(…, sizes=[…]) measures the first edges."
-    edges = circuit.size() if size is None else size
-    measured = circuit.curve[circuit.curve.edges == edges]
-    if measured.empty:
-        return f"What they carry was not measured: circuit(…, sizes=[{edges}]) measures this size."
+    edge_count = circuit.size() if size is None else size
+    rows = circuit.curve[circuit.curve.edges == edge_count]
+    if rows.empty:
+        return (
+            f"What they carry was not measured: circuit(…, sizes=[{edge_count}]) measures this"
+            " size."
+        )
 
-    faithful = measured.iloc[0]
+    row = rows.iloc[0]
     interval = "(without an interval, since that of the whole effect contains 0)"
-    if np.isfinite(faithful.low):
-        interval = f"[{_share_words(faithful.low)}, {_share_words(faithful.high)}]"
+    if np.isfinite(row.low):
+        interval = f"[{_share_words(row.low)}, {_share_words(row.high)}]"
     return (
-        f"On the other half, the first {edges} edges carry"
-        f" {_share_words(faithful.faithfulness)} {interval} of the effect, and the same number of"
-        f" random ones {_share_words(faithful.random)}."
+        f"On the other half, the first {edge_count} edges carry {_share_words(row.faithfulness)}"
+        f" {interval} of the effect, and the same number of random ones {_share_words(row.random)}."
     )
 
 

@@ -44,8 +44,8 @@ _SMALL_PRINT_LETTERS = 110
 _HEADING_LINE = 22
 _SMALL_PRINT_LINE = 17
 # What encloses the small print under a heading.
-_NOTE_START = "<br><sup>"
-_NOTE_END = "</sup>"
+_SMALL_PRINT_START = "<br><sup>"
+_SMALL_PRINT_END = "</sup>"
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 MARGIN = dict(l=70, r=20, t=90, b=60)
@@ -64,13 +64,13 @@ def faint(colour: str, alpha: float = 0.2) -> str:
 
 
 def condition_colours(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Each condition with its colour. Only the baseline is blue."""
+    """The name of each condition with its colour. Only the baseline is blue."""
     colours = cycle(COLOURS[1:])
-    pairs = []
+    names_with_colours = []
     for name in names:
         colour = WITHOUT if name == BASELINE else next(colours)
-        pairs.append((name, colour))
-    return pairs
+        names_with_colours.append((name, colour))
+    return names_with_colours
 
 
 def positive(values: np.ndarray) -> np.ndarray:
@@ -79,7 +79,7 @@ def positive(values: np.ndarray) -> np.ndarray:
 
 
 def within(interval: Interval, units: str) -> Interval:
-    """The interval with its ends clipped to 0 and 1 if the units are a probability or a share."""
+    """The interval with its ends clipped to 0 and 1 if the units are "probability" or "share"."""
     if units not in ("probability", "share"):
         return interval
     low = np.clip(interval.low, 0, 1)
@@ -87,7 +87,7 @@ def within(interval: Interval, units: str) -> Interval:
     return interval._replace(low=low, high=high)
 
 
-def steps(count: int) -> dict[str, Any]:
+def numbered_ticks(count: int) -> dict[str, Any]:
     """The ticks of an axis of layers or heads: at each of up to eight, or else at every fifth.
 
     More would not fit the panels of a paper.
@@ -123,33 +123,34 @@ def points(
     sideways: bool = False,
     **style: Any,
 ) -> None:
-    """Draw points with their intervals as bars, or with another mode a line through them.
+    """Draw points with their intervals as bars.
 
     Args:
         figure: The figure.
         x: The places of the points on the axis.
-        estimates: The numbers, and the low and high ends of their intervals [3, point].
+        estimates: The numbers, and the low and high ends of their intervals [3, point]. A point
+            whose ends are NaN has no bar.
         name: The name in the legend.
         colour: The colour of points and bars.
         column: The column of the panel, from 1.
         row: The row of the panel, from 1.
         sideways: Draws the numbers on the horizontal axis and ``x`` on the vertical axis.
-        style: Options of plotly's scatter, such as mode.
+        style: Options of plotly's scatter, such as mode="lines+markers", which joins the points.
     """
-    middle, low, high = np.array(estimates, dtype=np.float64)
+    estimate, low, high = np.array(estimates, dtype=np.float64)
     bars = dict(
         type="data",
-        array=high - middle,
-        arrayminus=middle - low,
+        array=high - estimate,
+        arrayminus=estimate - low,
         symmetric=False,
         color=colour,
         thickness=1.5,
         width=5,  # wider than the point, which would hide a short one
     )
 
-    axes = dict(x=x, y=middle, error_y=bars)
+    axes = dict(x=x, y=estimate, error_y=bars)
     if sideways:
-        axes = dict(x=middle, y=x, error_x=bars)
+        axes = dict(x=estimate, y=x, error_x=bars)
     marker = dict(color=colour, size=6) | style.pop("marker", {})
     style = {"mode": "markers"} | style
     figure.add_scatter(**axes, name=name, row=row, col=column, **style, marker=marker)
@@ -162,7 +163,7 @@ def side_by_side(
     colours: Sequence[str],
     *,
     column: int = 1,
-    apart: float = 0.14,
+    spacing: float = 0.14,
     **style: Any,
 ) -> None:
     """Draw several series of points with intervals, side by side at each word of the axis.
@@ -170,17 +171,18 @@ def side_by_side(
     Args:
         figure: The figure.
         words: The words below the axis, such as conditions.
-        series: The name of each series, with (estimates, low, high) for each word.
+        series: The name of each series, with its ``estimates`` as for :func:`points`, one for each
+            word.
         colours: The colours of the series, in order. They repeat if there are fewer.
         column: The column of the panel, from 1.
-        apart: The distance between two series, where two words are 1 apart.
+        spacing: The distance between two series, where two words are 1 apart.
         style: Options of plotly's scatter.
     """
-    middle = (len(series) - 1) / 2
+    middle_index = (len(series) - 1) / 2
     for index, (name, estimates) in enumerate(series):
         points(
             figure,
-            np.arange(len(words)) + apart * (index - middle),
+            np.arange(len(words)) + spacing * (index - middle_index),
             estimates,
             name,
             colours[index % len(colours)],
@@ -210,60 +212,32 @@ def line_and_band(
         figure: The figure.
         x: The places of the points on the axis.
         interval: The values of the line, and the ends of the band; NaN for a point without band.
-        name: The name in the legend, which has one entry for line and band.
+        name: The name in the legend, which has one entry for line and band; None for no entry.
         colour: The colour of the line. The band has a faint version of it.
         column: The column of the panel, from 1.
         row: The row of the panel, from 1.
         style: Options of plotly's scatter for the line, which by default has no markers.
     """
+    place = dict(legendgroup=name, row=row, col=column)
     estimate, low, high = interval
-    style = {"mode": "lines", "line": dict(color=colour, width=1.6)} | style
     has_band = np.isfinite(low)
     if has_band.any():
-        band = (x[has_band], low[has_band], high[has_band])
-        ribbon(figure, *band, colour, column=column, row=row, legendgroup=name)
+        band_x = x[has_band]
+        # The outline of the area: along the upper ends, and back along the lower ends.
+        figure.add_scatter(
+            x=np.concatenate([band_x, band_x[::-1]]),
+            y=np.concatenate([high[has_band], low[has_band][::-1]]),
+            fill="toself",
+            fillcolor=faint(colour),
+            line_width=0,
+            mode="lines",
+            hoverinfo="skip",
+            showlegend=False,
+            **place,
+        )
 
-    figure.add_scatter(x=x, y=estimate, name=name, legendgroup=name, row=row, col=column, **style)
-
-
-def ribbon(
-    figure: go.Figure,
-    x: Any,
-    low: Any,
-    high: Any,
-    colour: str,
-    *,
-    column: int = 1,
-    row: int = 1,
-    alpha: float = 0.2,
-    **style: Any,
-) -> None:
-    """Draw the area between two lines, without an entry in the legend.
-
-    Args:
-        figure: The figure.
-        x: The places of both lines' points on the axis.
-        low: The values of the lower line.
-        high: The values of the upper line.
-        colour: The colour of the area.
-        column: The column of the panel, from 1.
-        row: The row of the panel, from 1.
-        alpha: The opacity of the area, from 0 to 1.
-        style: Options of plotly's scatter.
-    """
-    figure.add_scatter(
-        x=np.concatenate([x, x[::-1]]),
-        y=np.concatenate([high, low[::-1]]),
-        fill="toself",
-        fillcolor=faint(colour, alpha),
-        line_width=0,
-        mode="lines",
-        hoverinfo="skip",
-        showlegend=False,
-        row=row,
-        col=column,
-        **style,
-    )
+    style = {"mode": "lines", "line": dict(color=colour, width=1.6)} | style
+    figure.add_scatter(x=x, y=estimate, name=name, **place, **style)
 
 
 def dotted(
@@ -309,13 +283,13 @@ def rule(
 
 def head_map(
     table: pd.DataFrame,
-    column: str,
+    value_column: str,
     q_column: str,
-    hovered: Mapping[str, str],
+    hover_columns: Mapping[str, str],
     hover: str,
     name: str,
     bar_words: str,
-    across: str = "head",
+    x_column: str = "head",
 ) -> go.Figure:
     """Draw a map of heads by layer: orange for positive numbers, blue for negative ones.
 
@@ -323,51 +297,51 @@ def head_map(
     the largest.
 
     Args:
-        table: One row per cell, with the columns ``layer`` and ``across``.
-        column: The column whose numbers are coloured.
+        table: One row per cell, with the columns ``layer`` and ``x_column``.
+        value_column: The column whose numbers are coloured.
         q_column: The column of their q-values.
-        hovered: Columns that ``hover`` may use as ``customdata``, by their labels in the figure's
-            table on a page.
+        hover_columns: Columns that ``hover`` may use as ``customdata``, by their labels in the
+            figure's table on a page.
         hover: The text of a cell on hover, as a template of plotly's.
         name: The name of the map in the figure's table.
         bar_words: The title of the colour bar.
-        across: The column on the horizontal axis: "head", or a column of words, whose order is
+        x_column: The column on the horizontal axis: "head", or a column of words, whose order is
             kept.
     """
-    cells = table.set_index(["layer", across]).to_xarray()
-    if across == "head":
-        ticks = steps(cells.sizes["head"])
+    cells = table.set_index(["layer", x_column]).to_xarray()
+    if x_column == "head":
+        ticks = numbered_ticks(cells.sizes["head"])
     else:
         ticks = {}
-        cells = cells.sel({across: table[across].unique()})
+        cells = cells.sel({x_column: table[x_column].unique()})
 
-    x = cells[across].values
+    x = cells[x_column].values
     y = cells.layer.values
-    coloured = cells[column].values
+    values = cells[value_column].values
     q = cells[q_column].values
 
     # The colours are symmetric around 0. A map of zeros needs a range too.
-    largest = float(np.nanmax(abs(coloured))) or 1.0
+    largest = float(np.nanmax(abs(values))) or 1.0
     bar_title = "<br>".join(wrap(bar_words, 24, break_on_hyphens=False))
     figure = panels()
     figure.add_heatmap(
-        z=coloured,
+        z=values,
         x=x,
         y=y,
         zmin=-largest,
         zmax=largest,
         colorscale=DIVERGING,
         name=name,
-        meta=list(hovered),
-        customdata=np.dstack([cells[hover_column].values for hover_column in hovered.values()]),
-        hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>",
+        meta=list(hover_columns),
+        customdata=np.dstack([cells[column].values for column in hover_columns.values()]),
+        hovertemplate=f"layer %{{y}} {x_column} %{{x}}<br>{hover}<extra></extra>",
         colorbar=dict(title=dict(text=bar_title, side="right")),
     )
 
-    rows, columns = np.nonzero((q < 0.05) & (abs(coloured) >= LEAST_MARKED * largest))
+    y_indices, x_indices = np.nonzero((q < 0.05) & (abs(values) >= LEAST_MARKED * largest))
     figure.add_scatter(
-        x=x[columns],
-        y=y[rows],
+        x=x[x_indices],
+        y=y[y_indices],
         mode="markers",
         hoverinfo="skip",
         name=f"q < 0.05, and at least {100 * LEAST_MARKED:.0f} % of the largest",
@@ -376,50 +350,52 @@ def head_map(
     )
     _fade(figure, x, y, q >= 0.05)
 
-    figure.update_xaxes(title_text=across, **ticks)
-    figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(y)))
+    figure.update_xaxes(title_text=x_column, **ticks)
+    figure.update_yaxes(title_text="layer", autorange="reversed", **numbered_ticks(len(y)))
     return figure
 
 
-def title(figure: go.Figure, heading: str, note: str, height: int) -> None:
+def title(figure: go.Figure, heading: str, small_print: str, height: int) -> None:
     """Set the title with its small print, both wrapped to the width of a notebook, and the height.
 
     Args:
         figure: The figure.
         heading: The heading: the model and what the figure shows.
-        note: The small print below the heading.
+        small_print: The small print below the heading.
         height: The height in pixels with one line of heading and one of small print. Each further
             line adds to it.
     """
     heading_lines = wrap(heading, _HEADING_LETTERS)
-    note_lines = wrap(note, _SMALL_PRINT_LETTERS)
+    small_print_lines = wrap(small_print, _SMALL_PRINT_LETTERS)
     further_height = _HEADING_LINE * (len(heading_lines) - 1)
-    further_height += _SMALL_PRINT_LINE * (len(note_lines) - 1)
+    further_height += _SMALL_PRINT_LINE * (len(small_print_lines) - 1)
     figure.update_layout(
         LAYOUT,
-        title_text="<br>".join(heading_lines) + _NOTE_START + "<br>".join(note_lines) + _NOTE_END,
+        title_text=title_text("<br>".join(heading_lines), "<br>".join(small_print_lines)),
         height=height + further_height,
         margin_t=MARGIN["t"] + further_height,
     )
 
 
-def title_above_legend(figure: go.Figure, heading: str, note: str, height: int, top: int) -> None:
+def title_above_legend(
+    figure: go.Figure, heading: str, small_print: str, height: int, margin_top: int
+) -> None:
     """Set the title and the height as :func:`title` does, and put the legend into a row of its own
     under the title.
 
     Args:
         figure: The figure.
         heading: The heading: the model and what the figure shows.
-        note: The small print below the heading.
+        small_print: The small print below the heading.
         height: The height in pixels with one line of heading and one of small print.
-        top: The room for title and legend above the panels, in pixels, with the same lines.
+        margin_top: The room for title and legend above the panels, in pixels, with the same lines.
     """
-    title(figure, heading, note, height)
+    title(figure, heading, small_print, height)
     whole_height = figure.layout.height
     further_height = whole_height - height
     # Title and legend start 20 and 66 pixels below the top; plotly counts from the bottom, in
     # fractions of the height.
-    place = dict(x=0.03, y=1 - 20 / whole_height, yanchor="top")
+    title_place = dict(x=0.03, y=1 - 20 / whole_height, yanchor="top")
     legend = dict(
         orientation="h",
         x=0.03,
@@ -428,8 +404,21 @@ def title_above_legend(figure: go.Figure, heading: str, note: str, height: int, 
         yref="container",
         yanchor="top",
     )
-    margin = dict(l=80, t=top + further_height)
-    figure.update_layout(title=place, legend=legend, margin=margin)
+    figure.update_layout(
+        title=title_place, legend=legend, margin=dict(l=80, t=margin_top + further_height)
+    )
+
+
+def title_text(heading: str, small_print: str) -> str:
+    """A title as plotly writes it: the heading, and under it the small print."""
+    return heading + _SMALL_PRINT_START + small_print + _SMALL_PRINT_END
+
+
+def parts_of_title(text: str) -> tuple[str, str]:
+    """The heading and the small print of a :func:`title_text`; the second is empty if there is
+    none."""
+    heading, _, small_print = text.partition(_SMALL_PRINT_START)
+    return heading, small_print.removesuffix(_SMALL_PRINT_END)
 
 
 def take_heading(figure: go.Figure) -> str:
@@ -438,16 +427,20 @@ def take_heading(figure: go.Figure) -> str:
     The small print stays as the title.
     """
     layout = figure.layout
-    heading, _, note = layout.title.text.partition(_NOTE_START)
-    room = _HEADING_LINE * len(heading.split("<br>"))
-    height = layout.height - room
+    heading, small_print = parts_of_title(layout.title.text)
+    heading_height = _HEADING_LINE * len(heading.split("<br>"))
+    height = layout.height - heading_height
 
     # A legend under the title moves up with the small print. plotly counts from the bottom.
     if layout.legend.yref == "container":
-        layout.legend.y = 1 - ((1 - layout.legend.y) * layout.height - room) / height
-    margin = {"t": layout.margin.t - room}
-    note = note.removesuffix(_NOTE_END)
-    figure.update_layout(title_text=note, title_font_size=13, height=height, margin=margin)
+        from_top = (1 - layout.legend.y) * layout.height
+        layout.legend.y = 1 - (from_top - heading_height) / height
+    figure.update_layout(
+        title_text=small_print,
+        title_font_size=13,
+        height=height,
+        margin_t=layout.margin.t - heading_height,
+    )
     return unescape(heading.replace("<br>", " "))  # names are escaped for plotly
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -64,12 +64,13 @@ class Declared:
 
     Args:
         draw: The function.
-        needs: The name of the dataset that the figure shows. A mapping gives it by the option
-            ``reading``. It is empty if the option ``quantity`` decides. A figure that does not draw
-            a result names what it draws, such as "patching".
+        needs: The name of the analysis that the figure shows, which is also the name of its
+            dataset. A mapping gives it by the option ``reading``. It is empty if the option
+            ``quantity`` decides. A figure that does not draw a result names what it draws, such as
+            "patching".
         compares: Whether the figure needs a condition other than the baseline.
-        report: The options of each time that a report shows the figure, without layer and
-            condition.
+        report: The options with which a report shows the figure, one mapping for each time, without
+            layer and condition.
         chooses_heads: Whether the data choose the heads if none are listed.
         add_words: Adds to the words beside the figure on a page.
     """
@@ -92,7 +93,8 @@ class Declared:
 
     @property
     def subject(self) -> str:
-        """What the figure draws: "result", "results" (several at once), or such as "patching".
+        """What the figure draws: "result", "results" (several at once), or another thing, such as
+        "patching".
 
         It is the name of the function's first parameter.
         """
@@ -105,28 +107,32 @@ class Declared:
         return self.subject in ("result", "results")
 
     def in_report(self, result: Result, layer: int) -> list[dict[str, Any]]:
-        """The options of each time that a report shows the figure.
+        """The options with which a report shows the figure of a result, one mapping for each time.
 
-        Empty if the result lacks what the figure needs.
+        There are none if the result lacks what the figure needs.
 
         Args:
             result: The result.
             layer: The layer, for a figure that shows a single layer.
         """
-        takes = self.takes
+        defaults = self.takes
         condition = result.shown_condition()
         if self.compares and condition == BASELINE:
             return []
 
-        selected: dict[str, Any] = {}
-        if "condition" in takes:
-            selected["condition"] = condition
+        selection: dict[str, Any] = {}
+        if "condition" in defaults:
+            selection["condition"] = condition
         # A figure whose layer is None by default shows all layers, or their mean.
-        if takes.get("layer") is not None:
-            selected["layer"] = layer
-        return [{**selected, **options} for options in self.report if self.dataset(result, options)]
+        if defaults.get("layer") is not None:
+            selection["layer"] = layer
+        return [
+            {**selection, **options}
+            for options in self.report
+            if self.dataset_name(result, options) is not None
+        ]
 
-    def dataset(self, result: Result, options: Mapping[str, Any]) -> str | None:
+    def dataset_name(self, result: Result, options: Mapping[str, Any]) -> str | None:
         """The name of the dataset that the figure shows with these options; None if the result does
         not have it."""
         options = {**self.takes, **options}
@@ -134,10 +140,10 @@ class Declared:
             analysis = self.analysis(options)
             return analysis if analysis in result.datasets else None
 
-        names = {options["quantity"], f"{options['quantity']}_by_segment"}
-        for dataset_name, dataset in result.datasets.items():
-            if names & set(dataset):
-                return dataset_name
+        quantity = options["quantity"]
+        for name, dataset in result.datasets.items():
+            if quantity in dataset or f"{quantity}_by_segment" in dataset:
+                return name
         return None
 
     def page_words(self, result: Result, options: Mapping[str, Any]) -> PageWords:
@@ -150,11 +156,11 @@ class Declared:
         return self.add_words(words, result, options)
 
     def analysis(self, options: Mapping[str, Any]) -> str:
-        """The name of the dataset that the figure shows with these options; empty if the option
+        """The name of the analysis that the figure shows with these options; empty if the option
         ``quantity`` decides.
 
         Args:
-            options: All options of the figure, also those that have their defaults.
+            options: All options of the figure, including those that have their defaults.
         """
         if isinstance(self.needs, str):
             return self.needs
@@ -170,16 +176,16 @@ def declare(
     compares: bool = False,
     report: Sequence[Mapping[str, Any]] = (),
     chooses_heads: bool = False,
-    page_words: AddWords | None = None,
+    add_words: AddWords | None = None,
 ) -> Callable[[Draw], Draw]:
     """Declare a figure for reports, config files and the gallery, and escape the names in it.
 
     Args:
-        needs: The dataset that the figure shows, as for :class:`Declared`.
+        needs: The analysis that the figure shows, as for :class:`Declared`.
         compares: Whether the figure needs a condition other than the baseline.
-        report: The options of each time that a report shows the figure.
+        report: The options with which a report shows the figure, one mapping for each time.
         chooses_heads: Whether the data choose the heads if none are listed.
-        page_words: Adds to the words beside the figure on a page, which are by default its
+        add_words: Adds to the words beside the figure on a page, which are by default its
             docstring up to the arguments.
 
     Returns:
@@ -194,7 +200,7 @@ def declare(
             return with_plain_names(figure)
 
         FIGURES[draw.__name__] = Declared(
-            draw_escaped, needs, compares, tuple(report), chooses_heads, page_words
+            draw_escaped, needs, compares, tuple(report), chooses_heads, add_words
         )
         return cast(Draw, draw_escaped)
 
@@ -233,52 +239,51 @@ def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
     Raises:
         OptionError: The list is empty.
     """
-    if isinstance(heads, (int, np.integer, str)):
+    if isinstance(heads, str) or not isinstance(heads, Iterable):
         return [heads]
-    listed = list(heads)
-    if not listed:
+    head_names = list(heads)
+    if not head_names:
         raise OptionError("heads=[] is empty; give at least one head")
-    return listed
+    return head_names
 
 
 def check_heads(
-    heads: Sequence[int | str] | int | str, measured: Sequence[int], layer: int | None = None
+    heads: Sequence[int | str] | int | str, known_heads: Sequence[int], layer: int | None = None
 ) -> list[int]:
     """The numbers of some heads.
 
     Args:
         heads: One or several heads, by number or name.
-        measured: The numbers of the heads that each layer has.
+        known_heads: The numbers of the heads that each layer has.
         layer: The layer that is shown; None if the same heads are shown of all layers, which takes
             numbers only.
 
     Raises:
-        OptionError: A layer has no such head, a name such as "L1H2" is of another layer, or the
-            list is empty.
+        OptionError: A layer has no such head, a name such as "L1H2" is of another layer, an element
+            is neither a whole number nor such a name, or the list is empty.
     """
     numbers = []
     for head in head_list(heads):
-        named = head_named(head)
-        if named is None:
-            number = head
-        elif named[0] == layer:
-            number = named[1]
-        else:
-            reason = "all layers show the same heads; give numbers"
-            if layer is not None:
-                reason = f"layer {layer} is shown; give heads of that layer"
-            raise OptionError(f"heads holds {head!r}, but {reason}, such as [0, 3]")
+        number = head
+        layer_and_head = head_named(head)
+        if layer_and_head is not None:
+            layer_of_head, number = layer_and_head
+            if layer_of_head != layer:
+                reason = "all layers show the same heads; give numbers"
+                if layer is not None:
+                    reason = f"layer {layer} is shown; give heads of that layer"
+                raise OptionError(f"heads holds {head!r}, but {reason}, such as [0, 3]")
 
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
             raise OptionError(
                 f"heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or"
                 ' ["L1H2"]'
             )
-        if number not in measured:
-            measured_words = ", ".join(map(str, measured))
-            if list(measured) == list(range(len(measured))):
-                measured_words = f"0 to {len(measured) - 1}"
-            raise OptionError(f"head {number} is out of range: heads are {measured_words}")
+        if number not in known_heads:
+            known_words = ", ".join(map(str, known_heads))
+            if list(known_heads) == list(range(len(known_heads))):
+                known_words = f"0 to {len(known_heads) - 1}"
+            raise OptionError(f"head {number} is out of range: heads are {known_words}")
         numbers.append(int(number))
     return numbers
 

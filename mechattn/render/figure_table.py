@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -12,16 +12,14 @@ from mechattn.errors import OptionError
 from mechattn.render.draw import FADED_CELLS
 from mechattn.render.print_size import without_markup
 
-TABLE_COLUMNS = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
-
 
 def figure_table(figure: go.Figure) -> pd.DataFrame:
     """The numbers that a figure draws, as a table with a row for each point or cell.
 
     The columns are panel, series, x_is, x, y_is, y, z_is, z, low and high. ``x_is``, ``y_is`` and
     ``z_is`` are the titles of the axes and of a map's colour bar. ``low`` and ``high`` are the ends
-    of intervals. If an axis has words instead of numbers, ``x`` or ``y`` is the word. A column that
-    would be empty is left out.
+    of intervals, also of those that are only shown on hover. If an axis has words instead of
+    numbers, ``x`` or ``y`` is the word. A column that would be empty is left out.
 
     Args:
         figure: A figure of ``mechattn.render``.
@@ -29,16 +27,15 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
     Raises:
         OptionError: The figure draws no series of numbers, as that of a circuit.
     """
-    series = filter(_is_series, figure.data)
-    tables = [_trace_table(figure, trace) for trace in series]
+    tables = [_trace_table(figure, trace) for trace in figure.data if _is_series(trace)]
     if not tables:
         raise OptionError(
             "this figure draws no series of numbers; circuit.table() has the edges of a circuit"
         )
 
     table = pd.concat(tables, ignore_index=True)
-    table = table.reindex(columns=TABLE_COLUMNS)
-    table = table.dropna(axis=1, how="all")
+    columns = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
+    table = table.reindex(columns=columns).dropna(axis=1, how="all")
     return table.map(_without_tags)
 
 
@@ -77,23 +74,20 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
     }
 
     if trace.type == "heatmap":
-        columns["z_is"] = trace.colorbar.title.text
-        x, y = np.meshgrid(x, y)
+        x, y = (grid.ravel() for grid in np.meshgrid(x, y))
         z = np.asarray(trace.z, dtype=np.float64)
-        return pd.DataFrame(columns | {"x": x.ravel(), "y": y.ravel(), "z": z.ravel()})
-
-    columns["x"] = _in_words(x, x_axis)
-    columns["y"] = _in_words(y, y_axis)
-
-    # A trace has bars along at most one axis.
-    for numbers, bars in ((x, trace.error_x), (y, trace.error_y)):
-        if bars.array is not None:
-            columns["low"] = numbers - bars.arrayminus
-            columns["high"] = numbers + bars.array
+        columns |= {"z_is": trace.colorbar.title.text, "x": x, "y": y, "z": z.ravel()}
+    else:
+        columns |= {"x": _in_words(x, x_axis), "y": _in_words(y, y_axis)}
+        # A trace has bars along at most one axis.
+        for numbers, bars in ((x, trace.error_x), (y, trace.error_y)):
+            if bars.array is not None:
+                columns["low"] = numbers - bars.arrayminus
+                columns["high"] = numbers + bars.array
 
     if trace.meta:
-        # The numbers on hover, whose names are in ``meta``. They may be the ends of a band, or an x
-        # beyond the axis, whose point is drawn at the edge.
+        # The numbers on hover, whose names are in ``meta``. They may be the ends of a band or of a
+        # cell's interval, or an x beyond the axis, whose point is drawn at the edge.
         customdata = np.asarray(trace.customdata).reshape(len(x), -1)
         hover_numbers = pd.DataFrame(customdata, columns=list(trace.meta))
         columns |= hover_numbers.filter(["x", "low", "high"]).to_dict("list")
@@ -101,16 +95,10 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def _axis(figure: go.Figure, trace: Any, kind: str) -> Any:
-    """The axis of a trace.
-
-    Args:
-        figure: The figure.
-        trace: One of its traces.
-        kind: "x" or "y".
-    """
-    name = trace[f"{kind}axis"] or kind  # such as "x2", which is layout.xaxis2
-    return figure.layout[f"{kind}axis{name[1:]}"]
+def _axis(figure: go.Figure, trace: Any, letter: Literal["x", "y"]) -> Any:
+    """The horizontal or vertical axis of a trace."""
+    name = trace[f"{letter}axis"] or letter  # such as "x2", which is layout.xaxis2
+    return figure.layout[f"{letter}axis{name[1:]}"]
 
 
 def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
@@ -122,9 +110,9 @@ def _panel_title(figure: go.Figure, x_axis: Any, y_axis: Any) -> str:
 
     # plotly keeps the titles of panels as annotations of the whole figure, each above the middle of
     # its panel.
-    for note in figure.select_annotations(dict(xref="paper", yref="paper")):
-        if left < note.x < right and np.isclose(note.y, top):
-            return note.text
+    for annotation in figure.select_annotations(dict(xref="paper", yref="paper")):
+        if left < annotation.x < right and np.isclose(annotation.y, top):
+            return annotation.text
     return ""
 
 
@@ -136,5 +124,5 @@ def _in_words(numbers: np.ndarray, axis: Any) -> np.ndarray:
         return numbers
 
     # Series side by side are drawn a little to the left or right of their word.
-    nearest = np.rint(numbers.astype(np.float64)).astype(int)
-    return words[nearest.clip(0, len(words) - 1)]
+    word_indices = np.rint(numbers.astype(np.float64)).astype(int)
+    return words[word_indices.clip(0, len(words) - 1)]

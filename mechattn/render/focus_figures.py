@@ -79,27 +79,27 @@ def focus_and_impact(
     figure.update_yaxes(rangemode="tozero")
     middle = (len(titles) + 1) // 2
     figure.update_xaxes(title_text="attention of the query to the first token", row=2, col=middle)
-    note = (
+    small_print = (
         f"the claim: {_CLAIM} (dotted). {condition}, {segment} queries, n = {count_words(result)}; "
         "line and band: median and quartiles; points: means, 95 % intervals"
     )
     if f"magnitude{BEFORE_NORM}" in result["head_updates"]:
-        note += "; after the norm that follows attention"
+        small_print += "; after the norm that follows attention"
     heading = f"{model_caption(result)}: what heads write where they look at the first token"
-    draw.title_above_legend(figure, heading, note, 580, top=110)
+    draw.title_above_legend(figure, heading, small_print, 580, margin_top=110)
     figure.update_layout(showlegend=False, bargap=0.15)
     return says(figure, _measured_answer(result, condition, segment))
 
 
 def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> None:
     """Draw the median with its quartiles and the mean with its interval, for bins with queries."""
-    is_filled = (rows.queries > 0).to_numpy()
-    place = np.flatnonzero(is_filled)
-    rows = rows[is_filled]
-    words = np.array(_bin_words(rows), dtype=object)
+    has_queries = (rows.queries > 0).to_numpy()
+    x = np.flatnonzero(has_queries)
+    rows = rows[has_queries]
+    bin_words = np.array(_bin_words(rows), dtype=object)
     draw.line_and_band(
         figure,
-        place,
+        x,
         Interval(rows["median"], rows.quartile_low.to_numpy(), rows.quartile_high.to_numpy()),
         None,
         colour,
@@ -107,53 +107,53 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
         hoverinfo="skip",
     )
 
-    hovered = ["low", "high", "median", "quartile_low", "quartile_high"]
-    customdata = np.column_stack([words, rows[hovered].to_numpy(dtype=object)])
+    hover_columns = ["low", "high", "median", "quartile_low", "quartile_high"]
+    hover_numbers = rows[hover_columns].to_numpy(dtype=object)
     draw.points(
         figure,
-        place,
+        x,
         (rows["mean"], rows.low, rows.high),
         "mean",
         colour,
         column,
-        customdata=customdata,
-        meta=["bin", *hovered],
+        customdata=np.column_stack([bin_words, hover_numbers]),
+        meta=["bin", *hover_columns],
         hovertemplate=_HOVER,
     )
 
 
 def _bin_words(rows: pd.DataFrame) -> list[str]:
     """The attention of each bin, such as "0.5–0.9"."""
-    ends = zip(rows.above, rows.up_to, strict=True)
-    return [f"{above:g}–{up_to:g}" for above, up_to in ends]
+    bounds = zip(rows.above, rows.up_to, strict=True)
+    return [f"{above:g}–{up_to:g}" for above, up_to in bounds]
 
 
 def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> None:
     """Draw the share of queries in each bin of attention as a bar."""
-    words = _bin_words(rows)
+    bin_words = _bin_words(rows)
     figure.add_bar(
         x=np.arange(len(rows)),
         y=100 * rows.share,
         marker_color=draw.GREY,
-        customdata=np.column_stack([words, rows.queries]),
+        customdata=np.column_stack([bin_words, rows.queries]),
         meta=["bin", "queries"],
         hovertemplate="%{customdata[0]}: %{customdata[1]:,} queries, %{y:.1f} %<extra></extra>",
         row=2,
         col=column,
     )
-    figure.update_xaxes(draw.named_ticks(words), tickangle=-90, row=2, col=column)
+    figure.update_xaxes(draw.named_ticks(bin_words), tickangle=-90, row=2, col=column)
 
 
 def _measured_answer(result: Result, condition: str, segment: str) -> str:
     """What this result shows about the claim, in words."""
     phrases = []
-    for above, up_to, words in _RANGES:
+    for above, up_to, range_words in _RANGES:
         update_size, share = impact.impact_within(result, above, up_to, condition, segment)
         if np.isnan(update_size.estimate):
-            phrases.append(f"nowhere {words}")
+            phrases.append(f"nowhere {range_words}")
             continue
         share_words = f"{100 * share:.3g}\u00a0% of the queries"
-        phrases.append(f"{number_words(update_size)} where it holds {words} ({share_words})")
+        phrases.append(f"{number_words(update_size)} where it holds {range_words} ({share_words})")
 
     layers = "all layers"
     if result["head_updates"].layer.max() >= impact.EARLY_LAYERS:

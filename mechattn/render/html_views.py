@@ -88,27 +88,29 @@ def pattern(
     heads = check_heads(heads, dataset["head"].values.tolist(), layer)
 
     head_names = [head_name(layer, head) for head in heads]
-    maps, tokens = _map(result, layer, heads, condition, prompt)
-    start = f"{model_caption(result)}, layer {layer}"
+    maps, tokens = _maps_and_tokens(result, layer, heads, condition, prompt)
+    model_and_layer = f"{model_caption(result)}, layer {layer}"
     if not difference:
-        return _heads_view(maps, tokens, head_names, f"{start}, condition “{condition}”")
+        caption = f"{model_and_layer}, condition “{condition}”"
+        return _heads_view(maps, tokens, head_names, caption)
 
-    baseline_maps, baseline_tokens = _map(result, layer, heads, BASELINE, prompt)
+    baseline_maps, baseline_tokens = _maps_and_tokens(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
-    original = np.flatnonzero(origin >= 0)
-    change = maps[:, original][:, :, original] - baseline_maps
-    reach = float(np.nanmax(abs(change))) or 1.0  # a map without changes needs a scale too
+    original_positions = np.flatnonzero(origin >= 0)
+    original_queries = maps[:, original_positions]
+    change = original_queries[:, :, original_positions] - baseline_maps
+    largest = float(np.nanmax(abs(change))) or 1.0  # a map without changes needs a scale too
     caption = (
-        f"{start}: attention between original tokens, “{condition}”"
-        f" minus the baseline; orange: more, blue: less, at most {reach:.2f}"
+        f"{model_and_layer}: attention between original tokens, “{condition}”"
+        f" minus the baseline; orange: more, blue: less, at most {largest:.2f}"
     )
     return _heads_view(
         change,
         baseline_tokens,
         head_names,
         caption,
-        minValue=-reach,
-        maxValue=reach,
+        minValue=-largest,
+        maxValue=largest,
         negativeColor=WITHOUT,
         positiveColor=WITH,
     )
@@ -124,7 +126,7 @@ def received_text(
     """Show the text of one prompt, coloured by received attention, without and with the inserted
     tokens.
 
-    Both share one scale. It ends at the second largest value, because the first token often
+    Both texts share one scale. It ends at the second largest value, because the first token often
     receives far more than any other. Hover for numbers.
 
     Args:
@@ -151,30 +153,31 @@ def received_text(
 
     check_layer(layer, dataset)
     _check_prompt(prompt, dataset)
-    measured = dataset["head"].values.tolist()
+    measured_heads = dataset["head"].values.tolist()
     head_words = "all heads"
-    shown_heads = measured
+    shown_heads = measured_heads
     if heads is not None:
-        shown_heads = check_heads(heads, measured, layer)
+        shown_heads = check_heads(heads, measured_heads, layer)
         head_words = f"heads {', '.join(map(str, shown_heads))}"
     received = received.isel(prompt=prompt).sel(layer=layer, head=shown_heads).mean("head")
 
     conditions = list(dict.fromkeys([BASELINE, condition]))
     values = received.sel(condition=conditions).values
-    finite = np.sort(values[np.isfinite(values)])  # positions beyond the end of a prompt are NaN
+    # Keys that no counted query sees, and positions beyond the end of a prompt, are NaN.
+    sorted_values = np.sort(values[np.isfinite(values)])
     # A prompt of one token has no value, and all tokens of a prompt may receive nothing.
-    top = float(finite[-2:].min(initial=1.0)) or 1.0
+    scale_end = float(sorted_values[-2:].min(initial=1.0)) or 1.0
 
-    start = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
+    heads_of_layer = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
     body = ""
-    lines = 0
+    line_count = 0
     for name, token_values in zip(conditions, values, strict=True):
         tokens = prompt_tokens(result, name, prompt)
-        caption = f"{start}: attention received, “{name}”"
-        body += _coloured_tokens(caption, tokens, token_values[: len(tokens)], top)
-        lines += len(tokens) // 12 + 1  # about twelve tokens fit into a line of a notebook
+        caption = f"{heads_of_layer}: attention received, “{name}”"
+        body += _coloured_tokens(caption, tokens, token_values[: len(tokens)], scale_end)
+        line_count += len(tokens) // 12 + 1  # about twelve tokens fit into a line of a notebook
 
-    return View(body, 130 + 24 * lines, script=None)
+    return View(body, 130 + 24 * line_count, script=None)
 
 
 @dataclass(frozen=True)
@@ -214,8 +217,8 @@ class View:
             force: Replace a file that mechattn did not write.
 
         Raises:
-            OutputError: There is such a file and ``force`` is not set, or the path cannot be
-                written to.
+            OutputError: The file exists, mechattn did not write it and ``force`` is not set; or the
+                path cannot be written to.
         """
         save_page(path, self.page(), force)
 
@@ -238,8 +241,8 @@ def squeezed(text: str) -> str:
 
     Equal texts give equal output.
     """
-    content = gzip.compress(text.encode("utf-8"), 6, mtime=0)
-    return base64.b64encode(content).decode()
+    compressed = gzip.compress(text.encode("utf-8"), 6, mtime=0)  # gzip would store the time
+    return base64.b64encode(compressed).decode()
 
 
 @cache
@@ -252,8 +255,8 @@ def view_script(script: Script = "circuitsvis") -> str:
     else:
         import circuitsvis
 
-        built = files(circuitsvis) / "dist" / "cdn" / "iife.js"
-        text = built.read_text(encoding="utf-8")
+        script_file = files(circuitsvis) / "dist" / "cdn" / "iife.js"
+        text = script_file.read_text(encoding="utf-8")
     return text.replace("</script", "<\\/script")
 
 
@@ -269,10 +272,10 @@ def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
     """The tokens of a prompt in a condition, as text for the first prompt and as ids for others."""
     sequences = result["sequences"].sel(condition=condition)
     length = int((sequences.origin.isel(prompt=prompt) > PADDING).sum())
-    tokens = sequences.tokens.isel(prompt=prompt)
+    ids_or_texts = sequences.tokens.isel(prompt=prompt)
     if prompt == 0:
-        tokens = sequences.first_prompt_text
-    return [str(token) for token in tokens.values[:length]]
+        ids_or_texts = sequences.first_prompt_text
+    return [str(token) for token in ids_or_texts.values[:length]]
 
 
 def received_by_prompt(dataset: xr.Dataset) -> xr.DataArray | None:
@@ -289,10 +292,10 @@ def received_by_prompt(dataset: xr.Dataset) -> xr.DataArray | None:
 
 def tokens_in_segments(result: Result, condition: str) -> list[tuple[str, str]]:
     """The tokens of the first prompt as text, each with its segment."""
-    texts = prompt_tokens(result, condition, 0)
+    tokens = prompt_tokens(result, condition, 0)
     segment_index = result["sequences"].segment_index.sel(condition=condition).isel(prompt=0)
-    indices = segment_index.values[: len(texts)]
-    return [(visible(text), SEGMENTS[index]) for text, index in zip(texts, indices, strict=True)]
+    indices = segment_index.values[: len(tokens)]
+    return [(visible(token), SEGMENTS[index]) for token, index in zip(tokens, indices, strict=True)]
 
 
 def check_page_place(path: str | Path, force: bool = False) -> None:
@@ -314,7 +317,8 @@ def check_page_place(path: str | Path, force: bool = False) -> None:
 
 
 def save_page(path: str | Path, text: str, force: bool = False) -> Path:
-    """Write a page completely or not at all. Until it is written, an existing page is kept.
+    """Write a page completely or not at all, and return its path. Until it is written, an existing
+    page is kept.
 
     Raises:
         OutputError: As for :func:`check_page_place`.
@@ -328,14 +332,15 @@ def save_page(path: str | Path, text: str, force: bool = False) -> Path:
 def _check_prompt(prompt: int, dataset: xr.Dataset) -> None:
     """Raise an OptionError for a prompt that the result does not have."""
     count = dataset.sizes["prompt"]
-    if prompt not in range(count):
+    is_whole = isinstance(prompt, (int, np.integer)) and not isinstance(prompt, bool)
+    if not is_whole or prompt not in range(count):
         raise OptionError(f"prompt={prompt!r}: the result has prompts 0 to {count - 1}")
 
 
-def _map(
+def _maps_and_tokens(
     result: Result, layer: int, heads: Sequence[int], condition: str, prompt: int
 ) -> tuple[np.ndarray, list[str]]:
-    """The attention maps [head, query, key] of one prompt, and its tokens."""
+    """The attention maps of one prompt [head, query, key], without padding, and its tokens."""
     maps = result["attention_map"].pattern.isel(prompt=prompt)
     maps = maps.sel(layer=layer, condition=condition, head=heads)
     tokens = prompt_tokens(result, condition, prompt)
@@ -380,22 +385,25 @@ def _figure(caption: str, content: str) -> str:
     return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{content}</figure>'
 
 
-def _coloured_tokens(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
-    """Tokens as HTML, with a background whose strength is their value as a fraction of ``top``.
+def _coloured_tokens(
+    caption: str, tokens: Sequence[str], values: np.ndarray, scale_end: float
+) -> str:
+    """Tokens as HTML, with a background whose opacity is their value as a fraction of
+    ``scale_end``, at most 1.
 
     The coloured text of circuitsvis is not used, as it does not escape tokens.
     """
     spans = []
     for token, value in zip(tokens, values, strict=True):
-        strength = 0.0
+        opacity = 0.0
         hover = "no counted query comes after it"
         if not np.isnan(value):
-            strength = min(1.0, float(value) / top)
+            opacity = min(1.0, float(value) / scale_end)
             hover = f"{value:.4f}"
-        background = faint(WITH, round(strength, 2))
+        background = faint(WITH, round(opacity, 2))
         # On a strong background, the dark letters of a light page would be hard to read.
-        ink = "#fff" if strength > 0.6 else "inherit"
-        style = f"background:{background};color:{ink};padding:2px 1px;{AS_WRITTEN}"
+        letter_colour = "#fff" if opacity > 0.6 else "inherit"
+        style = f"background:{background};color:{letter_colour};padding:2px 1px;{AS_WRITTEN}"
         spans.append(f'<span title="{hover}" style="{style}">{html.escape(visible(token))}</span>')
 
     text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'

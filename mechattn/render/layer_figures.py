@@ -71,15 +71,15 @@ def heads_by_layer(
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
 
-    conditions = layer_quantity.conditions
-    figure = draw.panels(conditions, shared_yaxes=True, horizontal_spacing=0.04)
-    for column, (name, colour) in enumerate(draw.condition_colours(conditions), 1):
+    shown_conditions = layer_quantity.conditions
+    figure = draw.panels(shown_conditions, shared_yaxes=True, horizontal_spacing=0.04)
+    for column, (name, colour) in enumerate(draw.condition_colours(shown_conditions), 1):
         _strips(figure, result, variable.sel(condition=name), name, colour, column)
         draw.rule(figure, y=0, column=column)
         _null_line(figure, layer_quantity, name, colour, column)
 
-    note = f"n = {count_words(result)}; a point per head, sorted within each layer"
-    return _titled(figure, layer_quantity, f"{layer_quantity.title}, every head", note, 460)
+    drawn_words = f"n = {count_words(result)}; a point per head, sorted within each layer"
+    return _titled(figure, layer_quantity, f"{layer_quantity.title}, every head", drawn_words, 460)
 
 
 @declare(
@@ -111,19 +111,18 @@ def by_layer(
 
     values_by_title = {"": variable}
     if "block" in variable.dims:
-        values_by_title = {
-            str(part.block.item()): part for part in variable.transpose("block", ...)
-        }
+        values_by_title = {str(name): variable.sel(block=name) for name in variable.block.values}
 
     hover = "layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
     figure = draw.panels(list(values_by_title), horizontal_spacing=0.08)
     for column, panel_values in enumerate(values_by_title.values(), 1):
         for name, colour in draw.condition_colours(layer_quantity.conditions):
-            interval = _over_heads(result, panel_values.sel(condition=name))
+            means = _over_heads(result, panel_values.sel(condition=name))
+            interval = draw.within(means, variable.attrs["units"])
             draw.line_and_band(
                 figure,
                 panel_values.layer.values,
-                draw.within(interval, variable.attrs["units"]),
+                interval,
                 name,
                 colour,
                 column=column,
@@ -135,10 +134,10 @@ def by_layer(
             )
             _null_line(figure, layer_quantity, name, colour, column)
 
-    note = f"n = {count_words(result)}; bands: 95 % intervals"
+    drawn_words = f"n = {count_words(result)}; bands: 95 % intervals"
     if "head" in variable.dims:
-        note = f"mean over heads; {note}"
-    return _titled(figure, layer_quantity, f"{layer_quantity.title} by layer", note, 440)
+        drawn_words = f"mean over heads; {drawn_words}"
+    return _titled(figure, layer_quantity, f"{layer_quantity.title} by layer", drawn_words, 440)
 
 
 @declare(_AFFINE, compares=True, report=[{}])
@@ -184,12 +183,11 @@ def scale_by_layer(
 
     uniform = _over_heads(result, dataset.scale_uniform).estimate
     draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT)
-    figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
+    figure.update_xaxes(title_text="layer", **draw.numbered_ticks(len(layers)))
     figure.update_yaxes(rangemode="tozero")
-    note = f"{condition}, {segment} queries, n = {count_words(result)}; bars: 95 % intervals"
-    draw.title_above_legend(
-        figure, f"{model_caption(result)}: the affine reading", note, 470, top=150
-    )
+    heading = f"{model_caption(result)}: the affine reading"
+    small_print = f"{condition}, {segment} queries, n = {count_words(result)}; bars: 95 % intervals"
+    draw.title_above_legend(figure, heading, small_print, 470, margin_top=150)
     return says(
         figure,
         f"Means over layers and heads with “{condition}”: λ = {mean_words(result, dataset.scale)},"
@@ -237,17 +235,20 @@ class _LayerQuantity:
             check_condition(result, name)
 
         variable, null, null_kind = values_beside_null(result, quantity, segment, names)
-        measured = [name for name in names if _has_values(result, variable.sel(condition=name))]
-        if not measured:
-            missing = repr(quantity)
+        measured_names = [
+            name for name in names if _has_values(result, variable.sel(condition=name))
+        ]
+        if not measured_names:
+            absent_words = repr(quantity)
             remedy = "other conditions"
             if "segment" in variable.coords:
-                missing += f" in the segment {segment!r}"
+                absent_words += f" in the segment {segment!r}"
                 remedy = "another segment or other conditions"
+            condition_words = ", ".join(map(repr, names))
             raise OptionError(
-                f"no prompt has {missing} with {', '.join(map(repr, names))}; choose {remedy}"
+                f"no prompt has {absent_words} with {condition_words}; choose {remedy}"
             )
-        return cls(result, quantity, segment, measured, variable, null, null_kind)
+        return cls(result, quantity, segment, measured_names, variable, null, null_kind)
 
     @property
     def title(self) -> str:
@@ -263,36 +264,42 @@ class _LayerQuantity:
             return None
         return self.null.sel(condition=condition)
 
-    def small_print(self, note: str) -> str:
-        """The text under a title: the segment, a note, and the null or why there is none."""
-        phrases = [note]
+    def small_print(self, drawn_words: str) -> str:
+        """The text under a title: the segment, what is drawn, and the null or why there is none."""
+        phrases = [drawn_words]
         if "segment" in self.variable.coords:
             phrases.insert(0, f"{self.segment} tokens")
 
-        why = self.variable.attrs.get("no_null")
+        reason = self.variable.attrs.get("no_null")
         if self.null is not None:
             phrases.append(f"dotted: {NULLS[self.null_kind]}")
-        elif why:
-            phrases.append(f"no null: {why}")
+        elif reason:
+            phrases.append(f"no null: {reason}")
         return "; ".join(phrases)
 
 
 def _has_values(result: Result, values: xr.DataArray) -> bool:
     """Whether any prompt has a value. Reads some prompts at a time."""
-    blocks = in_parts(values, "prompt", result.memory)
-    return any(bool(block.notnull().any()) for block in blocks)
+    parts = in_parts(values, "prompt", result.memory)
+    return any(bool(part.notnull().any()) for part in parts)
 
 
 def _strips(
     figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int
 ) -> None:
     """Draw a strip of points for each layer: one point per head, the largest value on the left."""
-    mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
+    interval = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
+    mean, low, high = draw.within(interval, values.attrs["units"])
     layer_count, head_count = mean.shape
-    columns = {"low": low.ravel(), "high": high.ravel(), "mean": mean.ravel()}
-    axes = [values.layer.values, values["head"].values]
-    places = pd.MultiIndex.from_product(axes, names=["layer", "head"])
-    table = pd.DataFrame(columns, places).reset_index()
+    table = pd.DataFrame(
+        {
+            "layer": np.repeat(values.layer.values, head_count),
+            "head": np.tile(values["head"].values, layer_count),
+            "mean": mean.ravel(),
+            "low": low.ravel(),
+            "high": high.ravel(),
+        }
+    )
     table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
     offsets = np.zeros(1)  # a single head is drawn at its layer
     if head_count > 1:
@@ -339,12 +346,12 @@ def _null_line(
 def _over_heads(result: Result, values: xr.DataArray) -> Interval:
     """The mean over prompts of each prompt's mean over heads [layer, …]; values without heads are
     averaged over prompts only."""
-    over = ["head"] if "head" in values.dims else []
-    return mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
+    averaged_dims = ["head"] if "head" in values.dims else []
+    return mean_over_prompts(result, values.transpose("prompt", "layer", ...), averaged_dims)
 
 
 def _titled(
-    figure: go.Figure, layer_quantity: _LayerQuantity, subject: str, note: str, height: int
+    figure: go.Figure, layer_quantity: _LayerQuantity, subject: str, drawn_words: str, height: int
 ) -> go.Figure:
     """Set the title, the titles of the axes and the sentence of a figure, and return it.
 
@@ -352,21 +359,22 @@ def _titled(
         figure: The figure.
         layer_quantity: What it shows.
         subject: What follows the model's name in the title.
-        note: A phrase of the small print.
+        drawn_words: What is drawn, for the small print.
         height: The height for one line of title and one of small print, in pixels.
     """
     heading = f"{model_caption(layer_quantity.result)}: {subject}"
-    draw.title(figure, heading, layer_quantity.small_print(note), height)
+    draw.title(figure, heading, layer_quantity.small_print(drawn_words), height)
 
     variable = layer_quantity.variable
-    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
+    figure.update_xaxes(title_text="layer", **draw.numbered_ticks(variable.sizes["layer"]))
     axis_words = f"{layer_quantity.title}<br>({variable.attrs['units']})"
     figure.update_yaxes(title_text=axis_words, col=1)
     return says(figure, _sentence(layer_quantity))
 
 
 def _sentence(layer_quantity: _LayerQuantity) -> str:
-    """The mean in each condition over everything, with the mean of the null in parentheses."""
+    """The mean over layers, heads and prompts in each condition, with that of the null in
+    parentheses."""
     result = layer_quantity.result
     variable = layer_quantity.variable
 
@@ -380,10 +388,10 @@ def _sentence(layer_quantity: _LayerQuantity) -> str:
             phrase += f" ({NULL_NAMES[layer_quantity.null_kind]}: {null_mean})"
         phrases.append(phrase)
 
-    averaged = [f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition")]
     name = str(variable.name).removesuffix("_by_segment")  # the suffix of stored variables
-    over = " and ".join(averaged)
-    return f"{name} ({variable.attrs['units']}), mean over {over}: {'; '.join(phrases)}."
+    averaged_dims = [f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition")]
+    mean_of = " and ".join(averaged_dims)
+    return f"{name} ({variable.attrs['units']}), mean over {mean_of}: {'; '.join(phrases)}."
 
 
 def _head_lines(figure: go.Figure, result: Result, scale: xr.DataArray) -> None:

@@ -46,6 +46,7 @@ from mechattn.render.words import (
     says,
 )
 from mechattn.results.result import Result
+from mechattn.stats.intervals import Interval
 
 
 @declare(NAME, compares=True, chooses_heads=True)
@@ -86,7 +87,7 @@ def received_by_model(
             check_condition(result, name)
 
     null_kind = null_by_position(results, conditions, null)
-    panels = _heads_of_models(results, layer, heads, conditions[0])
+    panels = _panels_of_models(results, layer, heads, conditions[0])
     titles = [
         f"{model_caption(panel.result)}<br>layer {panel.layer} head {panel.head}"
         for panel in panels
@@ -97,14 +98,15 @@ def received_by_model(
     ]
     figure = by_position(panels, titles, [lines], null_kind)
     for column, result in enumerate(results, 1):
-        spans = {inserted_span(result, name) for name in conditions}
+        spans = {inserted_span(result, name) for name in conditions}  # a shared one is drawn once
         for span in spans:
             shade(figure, span, 1, column)
 
-    counts = map(str, sorted({len(panel.prompts) for panel in panels}))
-    bands = f"bands: pointwise 95 % intervals{band_words(results[0])}"
+    prompt_counts = sorted({len(panel.prompts) for panel in panels})
+    prompt_words = ", ".join(map(str, prompt_counts))
+    group_words = "".join(dict.fromkeys(map(band_words, results)))  # said once, of any result
     small_print = [
-        f"mean over {', '.join(counts)} prompts, {bands}",
+        f"mean over {prompt_words} prompts, bands: pointwise 95 % intervals{group_words}",
         DOTTED_WORDS[null_kind],
     ]
     if figure.layout.shapes:
@@ -152,47 +154,44 @@ def verdicts(
     """
     results = several(results)
     names = [result.condition(condition) for result in results]
-    named_results = list(zip(results, names, strict=True))
+    sides = list(zip(results, names, strict=True))
     if null is None:
-        null = common_null(
-            [Contrast(result, name, segment=segment) for result, name in named_results]
-        )
+        null = common_null([Contrast(result, name, segment=segment) for result, name in sides])
 
-    # Estimate, low and high end of each row, in percent.
-    verdict_list = [result.verdict(name, segment, null=null) for result, name in named_results]
-    change = 100 * np.array([verdict.change for verdict in verdict_list], dtype=np.float64)
-    null_change = 100 * np.array([verdict.null for verdict in verdict_list], dtype=np.float64)
+    verdict_list = [result.verdict(name, segment, null=null) for result, name in sides]
+    changes = _percents([verdict.change for verdict in verdict_list])
+    null_changes = _percents([verdict.null for verdict in verdict_list])
 
     figure = draw.panels()
-    rows = np.arange(len(verdict_list))
-    _verdict_marks(figure, rows, change, null_change[:, 0], NULLS[null])
+    _verdict_marks(figure, changes, null_changes, NULLS[null])
 
     # Each number is above or below its mark, clear of the rule at 0.
-    low = min(0, change.min(), null_change.min())
-    high = max(0, change.max(), null_change.max())
-    near_zero = 0.2 * (high - low)
-    _number_notes(figure, change[:, 0], near_zero, 17)
-    _number_notes(figure, null_change[:, 0], near_zero, -17)
+    numbers = np.concatenate([*changes, *null_changes])
+    low = numbers.min(initial=0.0)
+    high = numbers.max(initial=0.0)
+    near_zero = 0.2 * (high - low)  # the width of a number
+    _write_numbers(figure, changes.estimate, near_zero, 17)
+    _write_numbers(figure, null_changes.estimate, near_zero, -17)
 
     heading = f"Change of {quantity_words('received', segment)}"
     if len(set(names)) == 1:
         heading += f" with “{names[0]}”"
-    note = f"mean over all layers and heads; {counts_words(results)}"
-    height = 200 + 64 * len(verdict_list)
-    draw.title_above_legend(figure, heading, note, height, top=120)
+    small_print = f"mean over all layers and heads; {counts_words(results)}"
+    height = 200 + 64 * len(verdict_list)  # a row has 64 pixels, and title and axis have 200
+    draw.title_above_legend(figure, heading, small_print, height, margin_top=120)
 
-    row_words = _words_of_rows(results, names)
-    _verdict_axes(figure, row_words, low, high)
+    labels = _row_labels(results, names)
+    _verdict_axes(figure, labels, low, high)
 
     sentences = []
-    for words, verdict in zip(row_words, verdict_list, strict=True):
-        changed = change_beside_null(verdict.change, verdict.null, verdict.null_kind)
-        sentences.append(f"{words}: {changed}. {heads_words(verdict)}.")
+    for label, verdict in zip(labels, verdict_list, strict=True):
+        words = change_beside_null(verdict.change, verdict.null, verdict.null_kind)
+        sentences.append(f"{label}: {words}. {heads_words(verdict)}.")
 
     return says(figure, *sentences)
 
 
-def _heads_of_models(
+def _panels_of_models(
     results: Sequence[Result], layer: int, heads: Sequence[int] | int | None, condition: str
 ) -> list[Panel]:
     """The panel of each model, for the head that is given or the one that changes most.
@@ -219,12 +218,19 @@ def _heads_of_models(
     return panels
 
 
+def _percents(changes: Sequence[Interval]) -> Interval:
+    """The changes of all rows in percent, as arrays [row]."""
+    rows = 100 * np.array(changes, dtype=np.float64)  # [row, estimate and ends]
+    return Interval(*rows.T)
+
+
 def _verdict_marks(
-    figure: go.Figure, rows: np.ndarray, change: np.ndarray, null: np.ndarray, null_name: str
+    figure: go.Figure, changes: Interval, null_changes: Interval, null_name: str
 ) -> None:
     """Draw a bar from 0 to each change, its point with the interval, and a mark at the null."""
+    rows = np.arange(len(changes.estimate))
     figure.add_bar(
-        x=change[:, 0],
+        x=changes.estimate,
         y=rows,
         orientation="h",
         width=0.22,
@@ -232,9 +238,9 @@ def _verdict_marks(
         showlegend=False,
         hoverinfo="skip",
     )
-    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
+    draw.points(figure, rows, changes, "measured, with 95 % interval", WITH, sideways=True)
     figure.add_scatter(
-        x=null,
+        x=null_changes.estimate,
         y=rows,
         name=null_name,
         mode="markers",
@@ -244,14 +250,14 @@ def _verdict_marks(
     draw.rule(figure, x=0)
 
 
-def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift: float) -> None:
+def _write_numbers(figure: go.Figure, values: np.ndarray, near_zero: float, height: float) -> None:
     """Write the number of each row above or below its mark, and to the side if it is near 0.
 
     Args:
         figure: The figure.
         values: The number of each row, in percent.
         near_zero: Numbers closer to 0 than this are written to the side, off the rule at 0.
-        shift: The height of the number over its mark, in pixels.
+        height: The height of the number over its mark, in pixels; negative for one below it.
     """
     for row, value in enumerate(values.round(3)):
         anchor = "center"
@@ -262,36 +268,37 @@ def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift
             y=row,
             text=percent(value / 100),
             xanchor=anchor,
-            yshift=shift,
+            yshift=height,
             showarrow=False,
         )
 
 
-def _words_of_rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
+def _row_labels(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
     """The label of each row: its model, its condition and its number of inserted tokens if rows
     differ in them, and a running number if labels are still the same."""
-    inserted = list(map(inserted_words, results, conditions))
-    rows = []
-    for result, condition, count in zip(results, conditions, inserted, strict=True):
+    insertions = list(map(inserted_words, results, conditions))
+    labels = []
+    for result, condition, insertion in zip(results, conditions, insertions, strict=True):
         words = [model_caption(result)]
         if len(set(conditions)) > 1:
             words.append(condition)
-        if len(set(inserted)) > 1:  # more inserted tokens take more attention
-            words.append(count)
-        rows.append(", ".join(words))
-    return numbered(rows)
+        if len(set(insertions)) > 1:  # more inserted tokens take more attention
+            words.append(insertion)
+        labels.append(", ".join(words))
+    return numbered(labels)
 
 
-def _verdict_axes(figure: go.Figure, row_words: Sequence[str], low: float, high: float) -> None:
+def _verdict_axes(figure: go.Figure, labels: Sequence[str], low: float, high: float) -> None:
     """Label the rows, and leave room for the numbers at the outermost points."""
     width = high - low
-    left = 0.22 if low < 0 else 0.06
-    right = 0.22 if high > 0 else 0.06
+    left_room = 0.22 if low < 0 else 0.06
+    right_room = 0.22 if high > 0 else 0.06
     figure.update_xaxes(
         nticks=5,
         title_text="change of attention<br>received (%)",
-        range=[low - left * width, high + right * width],
+        range=[low - left_room * width, high + right_room * width],
     )
 
-    labels = [words.replace(" (", "<br>(", 1) for words in row_words]
-    figure.update_yaxes(draw.named_ticks(labels), range=[len(labels) - 0.5, -0.8])
+    two_line_labels = [label.replace(" (", "<br>(", 1) for label in labels]
+    # From the last row up to the first, which has its number above it.
+    figure.update_yaxes(draw.named_ticks(two_line_labels), range=[len(labels) - 0.5, -0.8])

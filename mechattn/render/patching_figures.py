@@ -18,9 +18,9 @@ from mechattn.results.result import head_name
 if TYPE_CHECKING:
     from mechattn.patching.effects import Patching
 
-# Columns that the hover text of a map adds to the effect, as plotly templates with the column's
-# number.
-_HOVERED = {
+# What the hover text of a map adds to the effect if the table has the column, as plotly templates
+# with the column's number in customdata.
+_HOVER_ADDITIONS = {
     "share": "; %{{customdata[{number}]:.1%}} of the whole effect",
     "random": "<br>random direction %{{customdata[{number}]:.3g}}",
     "other_prompt": "<br>from another prompt %{{customdata[{number}]:.3g}}",
@@ -44,36 +44,37 @@ def patching_map(patching: Patching) -> go.Figure:
     """
     if patching.labels[0] != "layer" or len(patching.labels) != 2:
         raise OptionError(
-            f"a map needs heads or layers in rows and columns; these are by {patching.labels}"
+            "a map needs effects by layer and one more label, such as head; these are by"
+            f" {', '.join(patching.labels)}"
         )
 
-    across = patching.labels[1]
+    x_column = patching.labels[1]
     table = patching.table()
     if table.share.isna().any():  # the whole effect may be 0
         table = table.drop(columns="share")
     q_column = f"q_{table.attrs['tested']}"
-    hovered = {"low": "effect_low", "high": "effect_high", "q": q_column}
+    hover_columns = {"low": "effect_low", "high": "effect_high", "q": q_column}
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
-    for column, template in _HOVERED.items():
+    for column, template in _HOVER_ADDITIONS.items():
         if column in table:
-            hover += template.format(number=len(hovered))
-            hovered[column] = column
+            hover += template.format(number=len(hover_columns))
+            hover_columns[column] = column
 
     figure = draw.head_map(
-        table, "effect", q_column, hovered, hover, "effect", _effect_on(patching), across
+        table, "effect", q_column, hover_columns, hover, "effect", _effect_on(patching), x_column
     )
     # On an axis of numbers, cells would fill the gaps of layers and heads that were not patched.
     figure.update_layout(xaxis_type="category", yaxis_type="category")
-    note = f"{patching.about['metric']}; {_run_words(patching)}"
-    heading = f"{patching.about['model']}: patching effect by {across}"
-    draw.title_above_legend(figure, heading, note, draw.map_height(table), top=110)
+    small_print = f"{patching.about['metric']}; {_run_words(patching)}"
+    heading = f"{patching.about['model']}: patching effect by {x_column}"
+    draw.title_above_legend(figure, heading, small_print, draw.map_height(table), margin_top=110)
 
     significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
-        f"{significant} of {len(table)} {across}s at q < 0.05. Largest:"
+        f"{significant} of {len(table)} cells at q < 0.05. Largest:"
         f" {_largest_words(patching, table)}; it was selected as the largest, so its interval is"
         ' too optimistic (table(select="half") avoids this).',
     )
@@ -105,30 +106,42 @@ def patching_effects(
 
     # q_effect is NaN if effects cannot be below 0; ``max`` then skips it.
     q = table.filter(regex="^q_").max(axis=1)
-    has_interval_without_0 = table.effect_low * table.effect_high > 0
+    has_interval_without_0 = table.effect_low * table.effect_high > 0  # the ends have one sign
     differs = (q < 0.05) & has_interval_without_0
-    compared = "from 0"
+    from_words = "from 0"
     if patching.controls:
-        compared = "from 0 and from each control"
+        from_words = "from 0 and from each control"
 
     figure = draw.panels()
-    _effect_points(figure, table, differs, q, compared)
+    for mask, fill, name in (
+        (differs, WITH, f"effect: differs {from_words} (q < 0.05)"),
+        (~differs, "white", "effect: does not differ"),
+    ):
+        draw.points(
+            figure,
+            rows[mask],
+            interval_of(table[mask], "effect"),
+            name,
+            WITH,
+            sideways=True,
+            marker=dict(color=fill, line=dict(color=WITH, width=1.6), size=8),
+            customdata=q[mask],
+            hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}",
+        )
     low, high = _control_points(figure, table, rows - 0.36)
     draw.rule(figure, x=0)
 
-    note = f"{_run_words(patching)}; q over {table.attrs['family']}; bars: 95 % intervals"
+    small_print = f"{_run_words(patching)}; q over {table.attrs['family']}; bars: 95 % intervals"
     heading = f"{patching.about['model']}: patching effects"
     height = 190 + 30 * len(table)
-    draw.title_above_legend(figure, heading, note, height, top=120)
+    draw.title_above_legend(figure, heading, small_print, height, margin_top=120)
 
     room = 0.05 * (high - low)
-    figure.update_xaxes(
-        title_text=_effect_on(patching),
-        range=[low - room, high + room],
-    )
+    figure.update_xaxes(title_text=_effect_on(patching), range=[low - room, high + room])
+    # Below the lowest row there is room for its controls.
     figure.update_yaxes(draw.named_ticks(labels), zeroline=False, range=[-0.8, len(table) - 0.4])
 
-    sentence = f"{int(differs.sum())} of {len(table)} rows differ {compared} (q < 0.05)"
+    sentence = f"{int(differs.sum())} of {len(table)} rows differ {from_words} (q < 0.05)"
     if table.attrs["skewed"]:
         sentence += f"; {table.attrs['skewed']}"
     return says(figure, f"{sentence}.")
@@ -150,9 +163,10 @@ def _run_words(patching: Patching) -> str:
 
 def _largest_words(patching: Patching, table: pd.DataFrame) -> str:
     """The cell with the largest effect, with its interval and its share of the whole effect."""
-    largest_row = int(np.nanargmax(table.effect.abs()))
-    largest = table.iloc[largest_row]
-    cell = table[patching.labels].iloc[largest_row].to_dict()
+    row_number = np.nanargmax(table.effect.abs())
+    largest = table.iloc[row_number]
+    # A row of the whole table would turn the numbers of layers and heads into floats.
+    cell = table[patching.labels].iloc[row_number].to_dict()
     words = f"{_cell_words(cell)}, {number_words(interval_of(largest, 'effect'))}"
     if "share" in table:
         words += f", {largest.share:.0%} of the whole effect"
@@ -160,66 +174,45 @@ def _largest_words(patching: Patching, table: pd.DataFrame) -> str:
 
 
 def _cell_words(cell: dict[str, Any]) -> str:
-    """A cell in words: "L1H2", "layer 1" or the name of a set, then its segment or position."""
-    labels = dict(cell)
+    """A cell in words: "L1H2", "layer 1" or the name of a set, then its segment or position.
+
+    Args:
+        cell: The labels of the cell, by their dimensions.
+    """
+    other_labels = dict(cell)
     words = []
-    if "layer" in labels:
-        layer = labels.pop("layer")
-        head = labels.pop("head", None)
+    if "layer" in other_labels:
+        layer = other_labels.pop("layer")
+        head = other_labels.pop("head", None)
         layer_words = f"layer {layer}"
         if head is not None:
             layer_words = head_name(layer, head)
         words.append(layer_words)
 
-    words += map(str, labels.values())
+    words += map(str, other_labels.values())
     return ", ".join(words)
 
 
-def _effect_points(
-    figure: go.Figure, table: pd.DataFrame, differs: pd.Series, q: pd.Series, compared: str
-) -> None:
-    """Draw the effects with their intervals, one per row; those that differ are filled."""
-    rows = np.arange(len(table))
-    for words, mask, fill in (
-        (f"effect: differs {compared} (q < 0.05)", differs, WITH),
-        ("effect: does not differ", ~differs, "white"),
-    ):
-        outline = dict(color=WITH, width=1.6)
-        draw.points(
-            figure,
-            rows[mask],
-            interval_of(table[mask], "effect"),
-            words,
-            WITH,
-            sideways=True,
-            marker=dict(color=fill, line=outline, size=8),
-            customdata=q[mask],
-            hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}",
-        )
-
-
-def _control_points(
-    figure: go.Figure, table: pd.DataFrame, places: np.ndarray
-) -> tuple[float, float]:
+def _control_points(figure: go.Figure, table: pd.DataFrame, y: np.ndarray) -> tuple[float, float]:
     """Draw the controls of each row that were measured.
 
     Args:
         figure: The figure.
         table: The effects, one per row.
-        places: The height at which the controls of each row are drawn.
+        y: The height at which the controls of each row are drawn.
 
     Returns:
-        The smallest and the largest number that is drawn, effects included.
+        The smallest and the largest number that is drawn, 0 and the intervals of effects included.
     """
-    drawn_values = table[["effect_low", "effect_high"]].values.ravel()
-    low = drawn_values.min(initial=0.0)
-    high = drawn_values.max(initial=0.0)
+    interval_ends = table[["effect_low", "effect_high"]].values
+    low = interval_ends.min(initial=0.0)
+    high = interval_ends.max(initial=0.0)
     if "random" in table:
         low = min(low, table.random.min())
         high = max(high, table.random.max())
         figure.add_scatter(
             x=table.random,
-            y=places,
+            y=y,
             name="random direction of the same norm",
             mode="markers",
             marker=_CONTROL_MARK | dict(symbol="x-thin-open", color=GREY),
@@ -229,7 +222,7 @@ def _control_points(
         # The effect from another prompt may be a hundred times as large, and would hide all others.
         room = 0.5 * (high - low)
         clipped = table.other_prompt.clip(low - room, high + room)
-        _other_prompts(figure, table.other_prompt, clipped, places)
+        _other_prompts(figure, table.other_prompt, clipped, y)
         low = min(low, clipped.min())
         high = max(high, clipped.max())
 
@@ -237,25 +230,25 @@ def _control_points(
 
 
 def _other_prompts(
-    figure: go.Figure, effects: pd.Series, clipped: pd.Series, places: np.ndarray
+    figure: go.Figure, effects: pd.Series, clipped: pd.Series, y: np.ndarray
 ) -> None:
-    """Draw the effects from another prompt; one that was clipped is marked, with its number."""
+    """Draw the effects from another prompt. One that was clipped is marked, with its number."""
     is_left = effects < clipped
     is_right = effects > clipped
     numbers = effects.map(lambda effect: in_digits(effect, ".3g"))
-    symbol = np.select(
+    symbols = np.select(
         [is_left, is_right],
         ["triangle-left-open", "triangle-right-open"],
         "diamond-open",
     )
     figure.add_scatter(
         x=clipped,
-        y=places,
+        y=y,
         name="from another prompt",
         mode="markers+text",
         text=np.where(is_left | is_right, numbers, ""),
         textposition=np.where(is_right, "middle left", "middle right"),
-        marker=_CONTROL_MARK | dict(symbol=symbol, color=THIRD),
+        marker=_CONTROL_MARK | dict(symbol=symbols, color=THIRD),
         customdata=effects,
         meta=["x"],
         hovertemplate="%{y}: %{customdata:+.3g}",

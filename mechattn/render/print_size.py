@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 
 from mechattn.errors import OptionError, OutputError, check_choice
-from mechattn.render.draw import FONT
+from mechattn.render.draw import FONT, parts_of_title
 from mechattn.render.words import sentence_of
 
 Column = Literal["single", "double"]
@@ -26,6 +26,7 @@ _LETTER_SIZE = 8 / 72 * _PIXELS  # 8 points, in pixels
 _LINE_HEIGHT = 1.45 * _LETTER_SIZE
 _LETTER_WIDTH = 0.58 * _LETTER_SIZE  # the mean width of a letter
 _HEIGHT_IN_PRINT = 0.75  # a figure's height in print, as a fraction of that on a screen
+_PANEL_HEIGHT = 0.7  # a panel's height without the room between rows, as a fraction of its row
 _FORMATS = (".pdf", ".svg", ".png")
 _PATIENCE = 100  # seconds for an attempt; kaleido's own limit for a figure is 90
 # Parts of the layout that a figure sets for the screen; in print the template decides.
@@ -45,14 +46,15 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
             single column is too narrow.
     """
     check_choice(Column, column=column)
-    side_by_side = len({axis.domain for axis in figure.select_xaxes()})
-    if column == "single" and side_by_side > 1:
+    panels_across = len({axis.domain for axis in figure.select_xaxes()})
+    if column == "single" and panels_across > 1:
         raise OptionError(
-            f"{side_by_side} panels side by side are too narrow in {_MILLIMETRES[column]} mm:"
+            f"{panels_across} panels side by side are too narrow in {_MILLIMETRES[column]} mm:"
             " use column='double', or draw one panel, such as one head (heads=[0])"
         )
 
     width = _MILLIMETRES[column] / 25.4 * _PIXELS
+    panel_width = width / panels_across
     height = min(_HEIGHT_IN_PRINT * (figure.layout.height or 450), _PAGE_HEIGHT)
 
     paper = go.Figure(figure)
@@ -61,16 +63,17 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
     paper.update_traces(legend=None, selector=lambda trace: trace.type != "heatmap")
     paper.update_annotations(font_size=_LETTER_SIZE)
 
+    # Titles of panels are annotations of the whole figure. The longest decides the upper margin.
     title_lines = 0
-    for note in paper.select_annotations(dict(xref="paper", yref="paper")):
-        note.text = _wrapped(note.text, width / side_by_side)
-        title_lines = max(title_lines, note.text.count("<br>") + 1)
+    for annotation in paper.select_annotations(dict(xref="paper", yref="paper")):
+        annotation.text = _wrapped(annotation.text, panel_width)
+        title_lines = max(title_lines, annotation.text.count("<br>") + 1)
 
     rows = len({axis.domain for axis in paper.select_yaxes()})
     for axis in paper.select_xaxes():
-        axis.title.text = _wrapped(axis.title.text, width / side_by_side)
+        axis.title.text = _wrapped(axis.title.text, panel_width)
     for axis in paper.select_yaxes():
-        axis.title.text = _wrapped(axis.title.text, 0.7 * height / rows)
+        axis.title.text = _wrapped(axis.title.text, _PANEL_HEIGHT * height / rows)
     paper.update_layout(
         template=_template(), width=width, height=height, margin_t=_LINE_HEIGHT * title_lines + 8
     )
@@ -84,10 +87,11 @@ def caption(figure: go.Figure) -> str:
     Args:
         figure: A figure of ``mechattn.render``, before :func:`for_paper`.
     """
-    title = str(figure.layout.title.text or "").replace("<br><sup>", "; ")
+    title_parts = parts_of_title(figure.layout.title.text or "")
+    title = "; ".join(filter(None, title_parts))
     sentences = [without_markup(title), sentence_of(figure)]
-    cleaned = [" ".join(sentence.split()) for sentence in sentences if sentence]
-    return " ".join(sentence.removesuffix(".") + "." for sentence in cleaned)
+    one_line_sentences = [" ".join(sentence.split()) for sentence in sentences if sentence]
+    return " ".join(sentence.removesuffix(".") + "." for sentence in one_line_sentences)
 
 
 def without_markup(text: str) -> str:
@@ -136,12 +140,8 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double") 
 def _template() -> go.layout.Template:
     """Plotly's white template with the text size of a paper and the legend below the panels."""
     template = go.layout.Template(pio.templates["simple_white"])
-    axis = dict(
-        automargin=True,
-        title_standoff=8,
-        title_font_size=_LETTER_SIZE,
-        tickfont_size=0.9 * _LETTER_SIZE,
-    )
+    font_sizes = dict(title_font_size=_LETTER_SIZE, tickfont_size=0.9 * _LETTER_SIZE)
+    axis = dict(automargin=True, title_standoff=8, **font_sizes)
     legend = dict(
         orientation="h",
         x=0.5,
@@ -154,9 +154,7 @@ def _template() -> go.layout.Template:
         traceorder="normal",
     )
 
-    bar = dict(
-        thickness=9, nticks=5, title_font_size=_LETTER_SIZE, tickfont_size=0.9 * _LETTER_SIZE
-    )
+    bar = dict(thickness=9, nticks=5, **font_sizes)
     template.layout.update(
         font=dict(family=FONT, size=_LETTER_SIZE),
         margin=dict(l=10, r=10, t=8, b=0),
@@ -182,27 +180,26 @@ def _wrapped(text: str | None, width: float) -> str:
 
 def _write(figure: go.Figure, path: Path) -> None:
     """Write a figure in up to two attempts with a time limit, since kaleido sometimes waits forever
-    for a Chromium that has ended.
+    for a Chromium that has ended (plotly/Kaleido issue 110).
 
     Raises:
         OutputError: Both attempts took too long.
     """
     scale = 300 / _PIXELS if path.suffix == ".png" else 1
+
+    def attempt(drawing: futures.Future[None]) -> None:
+        """Write the figure, or pass the error on to the thread that waits."""
+        try:
+            figure.write_image(path, scale=scale)
+            drawing.set_result(None)
+        except Exception as error:
+            drawing.set_exception(error)
+
     for _ in range(2):
+        # Each attempt has a future of its own, which a late first attempt cannot set twice.
         drawing: futures.Future[None] = futures.Future()
-
-        # The default argument binds the future of this attempt: a late first attempt must not set
-        # that of the second.
-        def attempt(drawing: futures.Future[None] = drawing) -> None:
-            """Write the figure, or pass the error on to the thread that waits."""
-            try:
-                figure.write_image(path, scale=scale)
-                drawing.set_result(None)
-            except Exception as error:
-                drawing.set_exception(error)
-
         # A daemon thread, like kaleido's own, does not keep Python from exiting.
-        Thread(target=attempt, daemon=True).start()
+        Thread(target=attempt, args=[drawing], daemon=True).start()
         try:
             return drawing.result(_PATIENCE)
         except futures.TimeoutError:

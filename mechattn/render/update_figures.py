@@ -26,13 +26,13 @@ from mechattn.results.result import Result
 Quantity = Literal["magnitude", "orientation"]
 Reading = Literal["mixed", "top_target"]
 READINGS = {"mixed": "head_updates", "top_target": "top_target_updates"}
-_AXIS = {
+_AXIS_WORDS = {
     "magnitude": "‖update‖ / ‖residual stream‖",
     "orientation": "cosine of update and residual stream",
 }
 _EXPONENTS = np.arange(-4, 2.5, 0.5)
 # The ticks of an axis whose numbers are logarithms.
-_DECADES = {
+_LOG_TICKS = {
     "tickvals": _EXPONENTS,
     "ticktext": [f"{10**exponent:.1g}" for exponent in _EXPONENTS],
 }
@@ -67,15 +67,15 @@ def update_histogram(
     check_choice(Quantity, quantity=quantity)
     updates = _updates(result, condition, reading)
     counts = summed(result, updates[f"{quantity}_counts"])
-    heads = counts.sizes["head"]
+    head_count = counts.sizes["head"]
     if quantity == "magnitude":
         bins = _magnitude_bins(counts)
-        reference = np.log10(1 / heads)
-        axis = _DECADES
+        reference = np.log10(1 / head_count)
+        ticks = _LOG_TICKS
     else:
         bins = _orientation_bins(counts)
         reference = 0.0
-        axis = {}
+        ticks = {}
 
     bin_dim = f"{quantity}_bin"
     totals = counts.sum(bin_dim)
@@ -85,14 +85,16 @@ def update_histogram(
         shares.transpose("layer", "head", ...),
         bins.middles,
         counts["head"].values,
-        [bins.words] * heads,
+        [bins.words] * head_count,
         "% of<br>tokens",
         f", head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %",
     )
 
     draw.rule(figure, **_REFERENCE_RULE, x=reference)
-    figure.update_xaxes(axis, title_text=_AXIS[quantity], range=_range(figure, "x", reference))
-    figure.update_yaxes(title_text="head", **draw.steps(heads))
+    figure.update_xaxes(
+        ticks, title_text=_AXIS_WORDS[quantity], range=_range(figure, "x", reference)
+    )
+    figure.update_yaxes(title_text="head", **draw.numbered_ticks(head_count))
     return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
 
 
@@ -135,9 +137,9 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     draw.rule(figure, **_REFERENCE_RULE, y=0)
     draw.rule(figure, **_REFERENCE_RULE, x=reference)
     figure.update_xaxes(
-        _DECADES, title_text=_AXIS["magnitude"], range=_range(figure, "x", reference)
+        _LOG_TICKS, title_text=_AXIS_WORDS["magnitude"], range=_range(figure, "x", reference)
     )
-    figure.update_yaxes(title_text=_AXIS["orientation"], range=_range(figure, "y", 0.0))
+    figure.update_yaxes(title_text=_AXIS_WORDS["orientation"], range=_range(figure, "y", 0.0))
     return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
 
 
@@ -166,38 +168,38 @@ def update_by_position(
             "the updates of single tokens were not kept: measure them with per_query=True"
         )
 
-    prompts = result["sequences"].sizes["prompt"]
+    prompt_count = result["sequences"].sizes["prompt"]
     first_prompt = result["sequences"].first_prompt_text.sel(condition=condition).values
     tokens = [html.escape(str(text)).replace("\n", "⏎") for text in first_prompt]
 
-    heads = updates.sizes["head"]
-    bar = dict(title="head", **draw.steps(heads))
+    head_count = updates.sizes["head"]
+    bar = dict(title="head", **draw.numbered_ticks(head_count))
     figure = draw.panels()
     for layer in updates.layer.values:
         layer_values = updates.sel(layer=layer).transpose("head", "key", ...)
         magnitude = layer_values.magnitude_at.values
         counts = layer_values.magnitude_at_n.values
-        is_shown = np.isfinite(magnitude) & (counts >= prompts / 2)
-        head, position = np.nonzero(is_shown)
-        details = [f", n = {int(count)}" for count in counts[is_shown]]
-        if prompts == 1:  # then a position has one token
-            details = [f" “{tokens[index]}”" for index in position]
+        is_shown = np.isfinite(magnitude) & (counts >= prompt_count / 2)
+        heads, positions = np.nonzero(is_shown)
+        position_words = [f", n = {int(count)}" for count in counts[is_shown]]
+        if prompt_count == 1:  # then a position has one token
+            position_words = [f" “{tokens[position]}”" for position in positions]
         point_words = f"layer {layer}, head %{{customdata}}, position %{{x}}%{{text}}"
         figure.add_scattergl(
-            x=position,
+            x=positions,
             y=magnitude[is_shown].astype(np.float32),
             mode="markers",
             name=f"layer {layer}",
-            text=details,
-            customdata=head,
-            marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=bar, opacity=0.7),
+            text=position_words,
+            customdata=heads,
+            marker=dict(size=4, color=heads, colorscale=draw.SEQUENTIAL, colorbar=bar, opacity=0.7),
             hovertemplate=f"{point_words}: %{{y:.3f}}<extra></extra>",
             showlegend=False,
         )
 
-    draw.rule(figure, **_REFERENCE_RULE, y=1 / heads)
+    draw.rule(figure, **_REFERENCE_RULE, y=1 / head_count)
     figure.update_xaxes(title_text="position")
-    figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
+    figure.update_yaxes(title_text=_AXIS_WORDS["magnitude"], type="log")
     return _by_layer(figure, result, updates, "head updates by position", 500)
 
 
@@ -206,8 +208,10 @@ def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
     check_choice(READINGS, reading=reading)
     check_condition(result, condition)
     dataset = result[READINGS[reading]].sel(condition=condition)
-    names = {name: str(name).removeprefix(TopTargetUpdates.prefix) for name in dataset}
-    return dataset.rename(names).assign_attrs(reading=reading)
+    dataset = dataset.rename(
+        {name: str(name).removeprefix(TopTargetUpdates.prefix) for name in dataset}
+    )
+    return dataset.assign_attrs(reading=reading)
 
 
 class _Bins(NamedTuple):
@@ -221,24 +225,25 @@ class _Bins(NamedTuple):
 def _magnitude_bins(counts: xr.DataArray) -> _Bins:
     """The bins on a logarithmic axis, without the first, which begins at 0, and the open last."""
     edges = counts.magnitude_bin.values[1:]
-    starts = np.log10(edges[:-1])
-    return _Bins(slice(1, -1), _middles(starts), _ranges(edges))
+    return _bins_between(edges, np.log10(edges[:-1]), slice(1, -1))
 
 
 def _orientation_bins(counts: xr.DataArray) -> _Bins:
-    """The bins of cosines, without the empty first one below −1; the last holds only 1."""
+    """The bins of cosines, without the empty first one below −1. The last holds only 1."""
     starts = counts.orientation_bin.values[1:]
-    return _Bins(slice(1, None), _middles(starts), _ranges([*starts, np.inf]))
+    return _bins_between([*starts, np.inf], starts, slice(1, None))
 
 
-def _middles(starts: np.ndarray) -> np.ndarray:
-    """The middles of bins that have the same width."""
-    return starts + (starts[1] - starts[0]) / 2
+def _bins_between(edges: Iterable[float], starts: np.ndarray, drawn: slice) -> _Bins:
+    """The bins between these edges, which have the same width on their axis.
 
-
-def _ranges(edges: Iterable[float]) -> list[str]:
-    """The bins between these edges, in words."""
-    return [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
+    Args:
+        edges: The edges, which are stated in words.
+        starts: The lower edge of each bin on the axis, which may be logarithmic.
+        drawn: Which of all bins they are.
+    """
+    words = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
+    return _Bins(drawn, starts + (starts[1] - starts[0]) / 2, words)
 
 
 def _heatmaps(
@@ -277,7 +282,7 @@ def _heatmaps(
     return figure
 
 
-def _range(figure: go.Figure, axis: str, reference: float) -> list[float]:
+def _range(figure: go.Figure, axis: Literal["x", "y"], reference: float) -> list[float]:
     """The range of an axis, which holds every bin that is filled in any layer, and the reference.
 
     Args:
@@ -285,15 +290,15 @@ def _range(figure: go.Figure, axis: str, reference: float) -> list[float]:
         axis: "x" or "y".
         reference: The value of the dotted line.
     """
-    ends = [reference]
+    shown_values = [reference]
     other_axis = {"x": 0, "y": 1}[axis]  # the axis of z [y, x] over which bins are looked up
     for trace in figure.data:
         is_filled = np.isfinite(trace.z).any(other_axis)
-        ends += trace[axis][is_filled].tolist()
+        shown_values += trace[axis][is_filled].tolist()
 
-    bins = figure.data[0][axis]
-    step = bins[1] - bins[0]
-    return [min(ends) - step, max(ends) + step]
+    middles = figure.data[0][axis]
+    bin_width = middles[1] - middles[0]
+    return [min(shown_values) - bin_width, max(shown_values) + bin_width]
 
 
 def _by_layer(
@@ -301,22 +306,21 @@ def _by_layer(
 ) -> go.Figure:
     """Finish a figure with one trace per layer: its title, a slider, and a sentence on the
     question's tokens."""
-    small_print = [str(updates.condition.values), count_words(result)]
+    small_print = f"{updates.condition.values}; {count_words(result)}"
     if updates.attrs["reading"] == "top_target":
-        small_print.append("only the part from the strongest target")
+        small_print += "; only the part from the strongest target"
     if f"magnitude{BEFORE_NORM}" in updates:
-        small_print.append("after the norm that follows attention")
+        small_print += "; after the norm that follows attention"
 
     heading = f"{model_caption(result)}: {subject}"
-    note = "; ".join(small_print)
     layers = updates.layer.values.tolist()
-    titles = [f"{heading}<br><sup>layer {layer}; {note}</sup>" for layer in layers]
+    titles = [draw.title_text(heading, f"layer {layer}; {small_print}") for layer in layers]
     slider_steps = []
-    for number, (layer, title) in enumerate(zip(layers, titles, strict=True)):
-        figure.data[number].visible = number == 0
-        is_visible = [trace == number for trace in range(len(layers))]
-        args = [{"visible": is_visible}, {"title.text": title}]
-        slider_steps.append(dict(method="update", label=str(layer), args=args))
+    for layer_index, (layer, title) in enumerate(zip(layers, titles, strict=True)):
+        figure.data[layer_index].visible = layer_index == 0
+        is_visible = [trace_index == layer_index for trace_index in range(len(layers))]
+        new_values = [{"visible": is_visible}, {"title.text": title}]
+        slider_steps.append(dict(method="update", label=str(layer), args=new_values))
 
     slider = dict(steps=slider_steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
     figure.update_layout(draw.LAYOUT, height=height, title_text=titles[0], sliders=[slider])
@@ -324,5 +328,8 @@ def _by_layer(
     question = updates.sel(segment="question")
     magnitude = mean_words(result, question.magnitude)
     orientation = mean_words(result, question.orientation)
-    means = f"magnitude {magnitude} of the residual stream's norm, cosine with it {orientation}"
-    return says(figure, f"Question tokens, mean over layers and heads: {means}.")
+    return says(
+        figure,
+        f"Question tokens, mean over layers and heads: magnitude {magnitude} of the residual"
+        f" stream's norm, cosine with it {orientation}.",
+    )

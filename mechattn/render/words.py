@@ -78,22 +78,23 @@ def quantity_words(quantity: str, segment: str) -> str:
 
 
 def model_caption(result: Result) -> str:
-    """The model's name and number of parameters.
+    """The model's name and number of parameters, such as "toy:llama (toy, 1.0 M parameters)".
 
-    A toy is called one. Weights from a quantised file are given with the bits they were stored in.
+    A toy is marked as one, and weights from a quantised file with the bits they were stored in.
     """
     model = result.provenance["model"]
-    size = model["parameters"]
-    parameters = f"{size / 1e6:.1f} M parameters"
-    if size >= 1e9:
-        parameters = f"{size / 1e9:.1f} B parameters"
+    parameter_count = model["parameters"]
+    size_words = f"{parameter_count / 1e6:.1f} M parameters"
+    if parameter_count >= 1e9:
+        size_words = f"{parameter_count / 1e9:.1f} B parameters"
 
-    details = [parameters]
+    details = [size_words]
     if str(model["name"]).startswith("toy:"):
         details.insert(0, "toy")
     bits = model.get("gguf", {}).get("quantised_bits")
     if bits:
-        details.append(f"{'- and '.join(map(str, bits))}-bit weights, dequantised")
+        bit_words = "- and ".join(map(str, bits))
+        details.append(f"{bit_words}-bit weights, dequantised")
     return f"{model['name']} ({', '.join(details)})"
 
 
@@ -101,16 +102,17 @@ def numbered(names: Sequence[str]) -> list[str]:
     """The names; one that occurs several times is followed by "result 1", "result 2" and so on."""
     numbered_names = []
     for index, name in enumerate(names):
+        label = name
         if names.count(name) > 1:
             number = names[: index + 1].count(name)
-            name = f"{name}, result {number}"
-        numbered_names.append(name)
+            label = f"{name}, result {number}"
+        numbered_names.append(label)
 
     return numbered_names
 
 
 def model_sentence(result: Result, phrases: Sequence[str]) -> str:
-    """A sentence of the model's caption and of phrases on its conditions."""
+    """A sentence of the model's caption and a phrase for each of its conditions."""
     return f"{model_caption(result)}: {'; '.join(phrases)}."
 
 
@@ -185,7 +187,7 @@ def number_words(interval: Interval, form: str = ".3g") -> str:
 def count_words(result: Result) -> str:
     """The number of prompts of a result, such as "64 prompts" or "24 groups of 96 prompts".
 
-    Prompts that are much alike are followed by a warning that intervals are too narrow.
+    If the prompts are much alike, a warning that intervals are too narrow follows.
     """
     words = units_of(result).words
     if alike_words(result):
@@ -211,8 +213,8 @@ def change_words(
     prompts: np.ndarray,
     null: Null | None = None,
 ) -> str:
-    """The relative change of the question's received attention, with its interval, and the change
-    under the null.
+    """The relative change of the question's received attention with its interval, and the change
+    under the null if that is known.
 
     Empty for the baseline, and if the change cannot be computed from these prompts.
 
@@ -250,7 +252,7 @@ def change_beside_null(change: Interval, null_change: Interval | None, null_kind
 def band_words(result: Result) -> str:
     """A note on bands at positions, for a result whose prompts have groups; otherwise empty.
 
-    These bands come from moments over prompts, which ignore groups.
+    The bands come from moments over prompts, which ignore groups.
     """
     units = units_of(result)
     if units.group_of_prompt is None:
@@ -282,25 +284,26 @@ def choice_words(
     head_words = "the heads"
     if layer is not None:
         head_words = f"the heads of layer {layer}"
-    shared = f"{100 * float(table.jaccard[0]):.0f}\u00a0%"
-    by_chance = f"{100 * float(table.by_chance[0]):.0f}\u00a0%"
+    overlap = 100 * float(table.jaccard[0])
+    chance_overlap = 100 * float(table.by_chance[0])
     return (
         f"Of {head_words} that either of two random halves of the prompts chooses,"
-        f" both choose {shared} ({by_chance} by chance)."
+        f" both choose {overlap:.0f}\u00a0% ({chance_overlap:.0f}\u00a0% by chance)."
     )
 
 
 def received_title_end(result: Result, options: Mapping[str, Any]) -> str:
     """The end of the title of received attention on a page: layers, choice of heads, condition."""
     condition = result.shown_condition(options.get("condition"))
-    layers = "any layer"
+    layer_words = "any layer"
     if options["layer"] is not None:
-        layers = f"layer {', '.join(map(str, np.atleast_1d(options['layer'])))}"
+        numbers = ", ".join(map(str, np.atleast_1d(options["layer"])))
+        layer_words = f"layer {numbers}"
     choice = "chosen"
     if options.get("heads") is not None:
-        # The user named them, or a page with too few prompts to choose by lists the first ones.
+        # The user named them, or a page with too few prompts for a choice lists the first ones.
         choice = "not chosen"
-    return f", {layers}, heads {choice} by the data, condition “{condition}”"
+    return f", {layer_words}, heads {choice} by the data, condition “{condition}”"
 
 
 def received_note(result: Result, options: Mapping[str, Any]) -> str:
@@ -320,6 +323,7 @@ def received_note(result: Result, options: Mapping[str, Any]) -> str:
     sentences.append(_READING["bands"])
     top = options.get("top")
     if top is not None:
+        # A layer of None becomes [None]: heads of all layers, with one sentence.
         for layer in np.atleast_1d(options["layer"]).tolist():
             words = choice_words(result, condition, layer, top, options.get("by"))
             sentences.append(words)
@@ -431,30 +435,28 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
 
     units = units_of(result)
     if units.n >= 2 * FEWEST:
-        choosing, measuring = units.halves()
+        choice_prompts, measured_prompts = units.halves()
         choice = "chosen on one half of the prompts, measured on the other"
     else:
-        choosing = np.arange(units.prompts)
-        measuring = choosing
+        choice_prompts = measured_prompts = np.arange(units.prompts)
         choice = f"the largest of {len(layers)}, on the prompts that made it so"
 
     # All layers at once, as a Contrast for each layer would copy the result each time.
     received = result["received_attention"].received_by_segment.sel(segment=segment)
-    head_means = received.isel(prompt=choosing).mean("head")
+    head_means = received.isel(prompt=choice_prompts).mean("head")
     ratios = np.log(head_means.sel(condition=condition) / head_means.sel(condition=BASELINE))
     layer_changes = np.expm1(over_units(result, ratios.transpose("prompt", "layer")).mean(0))
     layer = layers[int(np.argmax(np.abs(layer_changes)))]
 
-    contrast = Contrast(part_of(result, "prompt", measuring), condition, segment=segment)
-    change, _ = contrast.overall(layer)
+    selection = part_of(result, "prompt", measured_prompts)
+    change, _ = Contrast(selection, condition, segment=segment).overall(layer)
 
     unsure = UNSURE if change.low <= 0 <= change.high else ""
     return f"It changes most in layer {layer}: {percent_words(change)} ({choice}){unsure}"
 
 
 def heads_words(verdict: Verdict) -> str:
-    """How many heads fall and how many rise (:func:`heads_that_change`), as a sentence without its
-    full stop.
+    """How many heads fall and how many rise, as a sentence without its full stop.
 
     With too few prompts for any head to pass q < 0.05, the sentence says that instead.
     """
@@ -493,9 +495,9 @@ def _change_sentence(result: Result, condition: str, verdict: Verdict, segment: 
     if "mass_by_segment" in dataset:
         masses = dataset.mass_by_segment.sel(segment=segment)
         change = masses.sel(condition=condition) - masses.sel(condition=BASELINE)
-        points = overall_mean(result, 100 * change)
-        if np.isfinite(points.estimate):
-            words += f", and all of it by {number_words(points, '+.1f')} points of 100"
+        mean_change = overall_mean(result, 100 * change)
+        if np.isfinite(mean_change.estimate):
+            words += f", and all of it by {number_words(mean_change, '+.1f')} points of 100"
 
     return f"{words} ({units_of(result).words})"
 

@@ -113,6 +113,10 @@ def test_halves_never_share_a_group(result):
         result.compare("slash", select="half", columns="all")
     title = ma.render.received_attention(result, 0, top=2).layout.title.text
     assert "pointwise 95 % bands, which treat prompts as independent" in title
+    sequences = {"sequences": result["sequences"].drop_vars("group")}
+    ungrouped = replace(result, datasets=result.datasets | sequences)
+    figure = ma.render.received_by_model([ungrouped, result], 0, 0, ("slash", "dots"))
+    assert "prompts as independent" in figure.layout.title.text.replace("<br>", " ")
 
 
 def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result):

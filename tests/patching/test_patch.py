@@ -194,7 +194,7 @@ def test_the_table_by_segment_and_the_residual_stream(toy):
     )
     assert together.table().set.tolist() == ["L0 + L3"]
     assert_allclose(together.effects.effect.squeeze(), together.effects.whole, atol=2e-4)
-    with pytest.raises(OptionError, match="a map needs heads or layers in rows"):
+    with pytest.raises(OptionError, match="a map needs effects by layer"):
         ma.render.patching_map(together)
 
 

@@ -11,14 +11,15 @@ from mechattn.errors import OptionError
 
 def table(names, values):
     values = np.array(values)
-    made = {
-        "condition": names,
-        "accuracy": values,
-        "low": values - 0.1,
-        "high": values + 0.05,
-        "n": 40,
-    }
-    return pd.DataFrame(made)
+    return pd.DataFrame(
+        {
+            "condition": names,
+            "accuracy": values,
+            "low": values - 0.1,
+            "high": values + 0.05,
+            "n": 40,
+        }
+    )
 
 
 def test_by_condition():
@@ -44,10 +45,14 @@ def test_a_sweep_begins_at_the_baseline():
     assert_allclose(figure.data[0].y, [90, 80, 70])
     backwards = table(["count=55", "count=10", "baseline"], [0.7, 0.8, 0.9])
     assert_allclose(ma.render.accuracy({"a": backwards}, "count").data[0].y, [90, 80, 70])
+    both = table(["slash, count=4", "dots, count=4"], [0.8, 0.7])
+    lines = ma.render.accuracy({"a": both}, "count").data
+    assert [line.name for line in lines] == ["a, slash", "a, dots"]
     texts = table(["baseline", "text=Wait, then answer."], [0.9, 0.8])
     assert list(ma.render.accuracy({"a": texts}, over="text").data[0].x) == ["Wait, then answer."]
 
 
 def test_what_cannot_be_shown():
-    with pytest.raises(OptionError, match="no tables"):
-        ma.render.accuracy({})
+    for tables in ({}, table(["baseline"], [0.9])):
+        with pytest.raises(OptionError, match="no tables by name"):
+            ma.render.accuracy(tables)

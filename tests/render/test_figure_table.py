@@ -32,5 +32,6 @@ def test_panels_and_maps_are_told_apart(slash_result):
     table = ma.render.figure_table(ma.render.change_map(slash_result))
     cells = table[table.z.notna()]
     compared = slash_result.compare("slash", columns="all")
-    assert_allclose(cells.z.astype(float), compared.beyond)
+    drawn = compared[["beyond", "beyond_low", "beyond_high"]]
+    assert_allclose(cells[["z", "low", "high"]].astype(float), drawn)
     assert cells.z_is.iloc[0].startswith("change of attention received by the question")

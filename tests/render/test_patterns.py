@@ -82,8 +82,13 @@ def test_tokens_are_escaped(toy):
 
 
 def test_what_is_not_there(mapped, toy, prompts):
-    with pytest.raises(OptionError, match="head 99 is out of range"):
-        ma.render.received_text(mapped, 0, [99])
+    for heads, prompt, message in (
+        ([99], 0, "head 99 is out of range"),
+        (1.5, 0, "heads holds 1.5; give whole numbers"),
+        (0, 0.0, "prompt=0.0: the result has prompts 0 to 0"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ma.render.pattern(mapped, 0, heads, prompt=prompt)
     several = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})
     with pytest.raises(OptionError, match='run with keep="prompts"'):
         ma.render.received_text(several, 0)

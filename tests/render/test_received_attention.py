@@ -27,7 +27,6 @@ def test_lines_are_the_means_over_prompts(slash_result):
         assert_allclose(trace.y, mean[np.asarray(trace.x)])
 
     assert len(lines(figure)) == (2 + 3) * 3, "each line, and the null of those with slash"
-    assert "pointwise" in figure.layout.title.text
 
 
 def dilution_by_loop(result, layer, head, prompts, whole):
