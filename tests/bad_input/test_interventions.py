@@ -86,9 +86,17 @@ def test_before_the_model_runs(no_forward, intervention, message):
         ma.run(no_forward, PROMPT, {"x": ma.Baseline(intervention=intervention)})
 
 
-def test_a_head_that_a_transformers_model_lacks(toy):
-    with pytest.raises(OptionError, match="head 8 is out of range: the model has heads 0 to 7"):
-        ma.interventions.HeadAblation(((0, 8),)).check(toy.original_model, ())
+@pytest.mark.parametrize(
+    ("intervention", "message"),
+    [
+        (ma.interventions.HeadAblation(((0, 8),)), "head 8 is out of range: the model has heads 0"),
+        (ma.interventions.AffineAttention(layers="0"), "give one or several layers"),
+        (ma.interventions.AffineAttention(layers=()), "give one or several layers"),
+    ],
+)
+def test_a_transformers_model_refuses_too(intervention, message, toy):
+    with pytest.raises(OptionError, match=message):
+        intervention.check(toy.original_model, ())
 
 
 def test_means_of_another_model(toy):

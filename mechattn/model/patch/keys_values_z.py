@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import ModelError
+from mechattn.errors import ModelError, OptionError
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import config_of
 from mechattn.model.hooks import RequiredCall, block_of, chosen_layers, split_heads
@@ -74,14 +75,17 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
     """Refuse layers that don't exist or, in a hooked model, have no attention.
 
     Raises:
-        OptionError: A layer is refused, or there are none.
+        OptionError: ``layers`` is empty, or a layer is refused.
         ModelError: No layer of a hooked model has attention.
     """
     if hasattr(model, "hook_dict"):
         chosen_layers(model, layers)
         return
-    for layer in layers:
-        block_of(model, layer)  # raises OptionError if there is no such layer
+    numbers = list(layers)
+    if not numbers or not all(isinstance(number, Integral) for number in numbers):
+        raise OptionError(f"layers={numbers}: give one or several layers, from 0")
+    for number in numbers:
+        block_of(model, number)  # raises OptionError if there is no such layer
 
 
 @contextmanager
