@@ -95,7 +95,7 @@ def test_what_cannot_be_compared_says_why(toy, prompts):
         "models"
     ][0]
     assert model["quantities"] == []
-    assert model["lacking"]["received"].startswith("there are 2 prompts; give at least 3")
+    assert model["without_values"]["received"].startswith("there are 2 prompts; give at least 3")
 
 
 def test_curves_are_those_of_the_figure(slash_result):

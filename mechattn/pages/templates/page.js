@@ -283,7 +283,7 @@ function drawHeads(held) {
     listenToPatterns();
     return;
   }
-  const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];
+  const why = held.flatMap((one) => Object.entries(one.without_values).map(([name, words]) => `${name}: ${words}`))[0];
   const words = `There is no map of heads: ${why ?? "the run measured no numbers per head"}.`;
   part("heads").replaceChildren(html("p", { className: "note", textContent: words }));
 }
