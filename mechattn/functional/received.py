@@ -228,10 +228,10 @@ def value_norms(
 def massive(
     stream: Stream, real: Marked, size_bound: float, ratio_bound: float
 ) -> dict[str, OfSequence]:
-    """Massive activations: entries with ``|h| > size_bound`` and ``|h| > ratio_bound · median |h|``.
+    """Massive activations: ``|h| > size_bound`` and ``|h| > ratio_bound · median |h|``.
 
     Args:
-        stream: The residual stream after a layer.
+        stream: The residual stream h after a layer.
         real: Which positions are tokens, and not padding.
         size_bound: The absolute bound.
         ratio_bound: The bound relative to the median over the tokens of the sequence.

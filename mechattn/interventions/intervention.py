@@ -26,7 +26,8 @@ class Target:
 
     rows: Int[Tensor, " row"]  # of the batch
     prompts: tuple[str, ...]  # the id of each row's prompt
-    # The index of each token in the baseline sequence; negative for inserted tokens and padding.
+    # The index of each token in the baseline sequence, which generated tokens continue; negative for
+    # inserted tokens and padding.
     positions: Int[Tensor, "row pos"]
     # The index of each token's segment in SEGMENTS; negative for padding and generated tokens; None
     # if the segments are not known.

@@ -62,7 +62,7 @@ class _AffineMap(ABC):
 
     @abstractmethod
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
-        """The scale and the shift of the tokens at these positions, and which tokens they change."""
+        """λ and Σσ of the tokens at these positions, and which of these tokens they change."""
 
     def __post_init__(self) -> None:
         check_choice(AffineParts, parts=self.parts)
@@ -110,11 +110,11 @@ class _AffineMap(ABC):
 class AffineAttention(_AffineMap):
     """Apply ``z → λ · z + Σσ`` with chosen numbers to the output (before W_O) of each head.
 
-    Only original tokens are changed. :func:`mechattn.record_affine` measures these numbers instead.
+    Inserted tokens stay unchanged. :func:`mechattn.record_affine` measures these numbers instead.
 
     Args:
-        scale: λ for all tokens: one number, or [head].
-        shift: Σσ for all tokens: one number, [head 1] or [head d_head].
+        scale: λ for all original and generated tokens: one number, or [head].
+        shift: Σσ for these tokens: one number, [head 1] or [head d_head].
         layers: One or several layers, counted from 0.
         parts: Which part to apply: "scale", "shift" or "both".
 
@@ -205,8 +205,8 @@ class RecordedAffine(_AffineMap):
         recorded = self.recorded[prompt][layer]
         length = recorded.scale.shape[1]
 
-        # A pass that starts at position 0 reads the whole prompt. A later pass with a cache may read
-        # only tokens after it, whose count does not show the prompt's length.
+        # A pass that starts at position 0 reads the whole prompt. A later pass with a cache may
+        # read only tokens after it, whose count does not show the prompt's length.
         count = int((positions >= 0).sum())
         if (positions == 0).any() and count != length:
             raise OptionError(

@@ -122,8 +122,8 @@ def why_not_streamed(model: HookedModel, attention_layers: list[int]) -> str | N
     if not unknown_classes:
         return None
     return (
-        f"its attention is a {min(unknown_classes)}, and mechattn does not know where it computes its"
-        " scores"
+        f"its attention is a {min(unknown_classes)}, and mechattn does not know where it computes"
+        " its scores"
     )
 
 
@@ -179,6 +179,7 @@ def streaming(
         yield
 
 
+# From a model, the attention of one of its layers, and how it is streamed.
 Replacement = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
 
 # By the id of the transformers attention module: its layer, and the hook points for q, k and v.
