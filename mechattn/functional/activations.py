@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.functional.attention import in_working_dtype
+
 Channels = Float[Tensor, "*token channel"]
 TokenValues = Float[Tensor, "*token"]
 Entries = Float[Tensor, "row entry"]  # a row is a token, or the whole tensor
@@ -178,9 +180,8 @@ def redistribute(
     if scope == "tensor":
         row_length = x.numel()
     flat = x.reshape(-1, row_length)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    rows = flat.to(dtype)
-    uniform_of_rows = uniform.reshape(flat.shape).to(dtype)
+    rows = in_working_dtype(flat)
+    uniform_of_rows = uniform.reshape(flat.shape).to(rows.dtype)
 
     sizes = rows.abs()
     if form == "gemma":

@@ -89,7 +89,8 @@ class Rotation:
 
 
 NO_ROTATION = Rotation(torch.zeros(0))  # for a layer without positions in its queries and keys
-_ROUNDINGS = 8  # rotating twice instead of once changes entries by fewer roundings of the largest
+# Rotating twice rather than once changes entries by less than this many roundings of the largest.
+_ROUNDINGS = 8
 
 
 def before_hidden_states(
@@ -115,8 +116,8 @@ def before_hidden_states(
             an inserted token and padding.
         rotation: How the layer rotates queries and keys.
         turns: The rotation from the position in the baseline to that in the longer sequence.
-        queries: The positions in the longer sequences whose queries are needed; others keep their
-            own.
+        queries: The positions of the needed queries in the longer sequences. Other queries are not
+            moved.
 
     Returns:
         Attention without values, for rows alone.
@@ -132,8 +133,8 @@ def before_hidden_states(
         """Vectors of the baseline's tokens at their positions in the longer sequence."""
         # An inserted token has no position there; it gets the first token's vector, which the
         # caller replaces.
-        index = origin[:, None, positions, None].clamp(min=0)
-        index = index.expand(-1, x.shape[1], -1, x.shape[3])
+        old_positions = origin[:, None, positions, None].clamp(min=0)
+        index = old_positions.expand(-1, x.shape[1], -1, x.shape[3])
         at_old_positions = x[baseline_rows].gather(2, index)
 
         turns_of_positions = (cos[:, :, positions], sin[:, :, positions])
@@ -141,7 +142,7 @@ def before_hidden_states(
 
     is_original = (origin >= 0)[:, None, :, None]
 
-    # Only the needed queries are moved; moving the others would take as long.
+    # Only the needed queries are moved, to save time.
     q = attention_of_longer.q.to(dtype, copy=True)
     q[:, :, queries] = torch.where(
         is_original[:, :, queries],
@@ -155,29 +156,32 @@ def before_hidden_states(
     return replace(attention_of_longer, q=q, k=k)
 
 
-def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, " row"]:
+def is_unchanged(with_old_states: Attention, with_own_states: Attention) -> Bool[Tensor, " row"]:
     """Whether the queries and keys of each row differ by no more than the rounding of a rotation.
 
     This is so in layer 0, whose hidden states are embeddings. With large biases, such as Qwen's,
     the rounding has visible effects, which must not be reported as a change of hidden states.
 
     Args:
-        before: Attention with the baseline's hidden states, see :func:`before_hidden_states`.
-        after: Attention with the sequences' own hidden states, at the same positions.
+        with_old_states: Attention with the baseline's hidden states, see
+            :func:`before_hidden_states`.
+        with_own_states: Attention with the sequences' own hidden states, at the same positions.
 
     Returns:
         True for a row that is unchanged, on the device of the queries.
     """
 
-    def is_rounding(x_before: Vectors, x_after: Vectors) -> Bool[Tensor, " row"]:
+    def is_rounding(old_vectors: Vectors, own_vectors: Vectors) -> Bool[Tensor, " row"]:
         """Whether the largest difference of each row can be due to rounding."""
-        eps = torch.finfo(x_after.dtype).eps
-        largest = x_after.abs().amax((1, 2, 3))
-        difference = (x_before - x_after).abs().amax((1, 2, 3))
+        eps = torch.finfo(own_vectors.dtype).eps
+        largest = own_vectors.abs().amax((1, 2, 3))
+        difference = (old_vectors - own_vectors).abs().amax((1, 2, 3))
         return difference <= _ROUNDINGS * eps * largest
 
     # Tensors, because reading their values would wait for the GPU.
-    return is_rounding(before.q, after.q) & is_rounding(before.k, after.k)
+    is_same_q = is_rounding(with_old_states.q, with_own_states.q)
+    is_same_k = is_rounding(with_old_states.k, with_own_states.k)
+    return is_same_q & is_same_k
 
 
 def masses_of_rows(pattern: Pattern, members: Members) -> Masses:

@@ -156,17 +156,17 @@ def fused_attention(attention: Attention) -> Fused:
     return Fused(out=out, lse=lse, own=own, q=q, k=k, scale=scale)
 
 
-def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
+def _in_parts(numbers: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
     """Split numbers into summands in ``dtype``.
 
     Half precision gets three, because the 8 or 11 bits of one would change the pattern.
     """
     if dtype not in _HALF:
-        return number.to(dtype)[..., None]
+        return numbers.to(dtype)[..., None]
 
     # Each summand is the rounded remainder that those before it leave.
     summands = []
-    remainder = number.float()
+    remainder = numbers.float()
     for _ in range(3):
         summand = remainder.to(dtype)
         summands.append(summand)

@@ -26,8 +26,8 @@ class Target:
 
     rows: Int[Tensor, " row"]  # of the batch
     prompts: tuple[str, ...]  # the id of each row's prompt
-    # The index of each token in the baseline sequence, which generated tokens continue; negative for
-    # inserted tokens and padding.
+    # The index of each token in the baseline sequence, which generated tokens continue; negative
+    # for inserted tokens and padding.
     positions: Int[Tensor, "row pos"]
     # The index of each token's segment in SEGMENTS; negative for padding and generated tokens; None
     # if the segments are not known.
@@ -138,8 +138,8 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
             rows = len(current_positions)
             if prompts and len(prompts) != rows:
                 raise OptionError(
-                    f"{len(prompts)} prompt ids were given, but the model reads {rows} rows: "
-                    "give one for each row"
+                    f"{len(prompts)} prompt ids were given for a batch of {rows}: give one for each"
+                    " row"
                 )
             ids = tuple(prompts) or ("",) * rows
             row_numbers = torch.arange(rows, device=current_positions.device)

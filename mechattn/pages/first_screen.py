@@ -117,8 +117,7 @@ class ShownModel:
             except MemoryOptionError:
                 raise
             except OptionError as error:  # such as too few prompts for an interval
-                problem = f"no verdict, since {error}"
-                rows.append(PictureRow(name, condition, None, problem))
+                rows.append(PictureRow(name, condition, None, f"no verdict, since {error}"))
         return rows
 
     @property
@@ -281,10 +280,9 @@ def control_sentence(models: Sequence[ShownModel]) -> str:
         amount = percent_words(intervals[0])
         if len(intervals) > 1:
             amount = _counted_directions(intervals)
-        sentence = SENTENCES["control"].format(
-            condition=condition, control=control_name, amount=amount
+        sentences.append(
+            SENTENCES["control"].format(condition=condition, control=control_name, amount=amount)
         )
-        sentences.append(sentence)
     return " ".join(sentences)
 
 
@@ -351,8 +349,7 @@ def budget_answer(result: Result) -> list[str]:
     sentences = [own_attention_sentence(result, conditions[0])]
     for name in conditions:
         # A third sentence, on the causes, is left to the figure below.
-        main_sentences = budget_sentences(result, name)[:2]
-        sentences.append(" ".join(main_sentences))
+        sentences.append(" ".join(budget_sentences(result, name)[:2]))
     return sentences
 
 

@@ -108,7 +108,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
     result = model.result
     layers = measured_layers(result)
     quantity_names = head_quantities(result)
-    heads = int(result.provenance["model"]["heads"]) if quantity_names else 0
+    heads = result.provenance["model"]["heads"]
 
     start = model.start
     if start is not None:
@@ -210,7 +210,6 @@ def head_curves(result: Result) -> dict[str, Any]:
     if dataset is None or "received_by_origin_variance" not in dataset:
         return {"missing": MISSING["curves"]}
 
-    prompts = dataset.sizes["prompt"]
     dims = ("condition", "layer", "head", "original_key")
     mean, relative_half_width = _means(dataset, "received_by_origin", dims)
     counts = dataset["received_by_origin_n"].max("head").transpose("condition", "layer", ...).values
@@ -242,7 +241,7 @@ def head_curves(result: Result) -> dict[str, Any]:
         "segments": _segments(result, key_count),
         "question": _question_start(result),
         "inserted": inserted,
-        "prompts": prompts,
+        "prompts": dataset.sizes["prompt"],
         "bands": f"pointwise 95 % intervals over prompts{band_words(result)}",
     }
 

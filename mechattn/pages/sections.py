@@ -79,6 +79,9 @@ class HeadChoice:
         """The layer and the number of the first named head; None if no heads are named.
 
         Without a layer, a number is a head of the result's first layer.
+
+        Raises:
+            OptionError: The head is neither the name nor the number of a head.
         """
         if not self.heads:
             return None
@@ -89,7 +92,9 @@ class HeadChoice:
         layer = self.layer
         if layer is None:
             layer = measured_layers(result)[0]
-        return layer, int(first_head)
+        heads = range(result.provenance["model"]["heads"])
+        [head] = check_heads([first_head], heads, layer)
+        return layer, head
 
 
 def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:

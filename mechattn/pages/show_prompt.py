@@ -50,7 +50,7 @@ def pattern(
     conditions = {}
     if condition is not None:
         conditions[type(condition).__name__] = condition
-    analyses = [AttentionMap(max_tokens)]
-    result = run(hooked_model, prompt, conditions, analyses, layers=layer, seed=seed)
+    analysis = AttentionMap(max_tokens)
+    result = run(hooked_model, prompt, conditions, analysis, layers=layer, seed=seed)
     condition_name = result.shown_condition()
     return html_views.pattern(result, layer, shown_heads, condition_name, difference=difference)
