@@ -15,10 +15,10 @@ const LEFT = 46,
  * @param {any} model
  * @param {any} measurement What measured() returns
  * @param {{index: number, brushed: Set<number> | null, most: number, choose: (index: number, walked?: boolean) => void,
- *   prefix?: string, picture?: string}} on With the size that has the strongest colour, the same on maps beside each
- *   other; or with one picture of all heads, in place of colours and marks */
-export function drawMap(place, model, measurement, on) {
-  const { prefix = "", picture } = on;
+ *   prefix?: string, picture?: string}} selection With the size that has the strongest colour, the same on maps beside
+ *   each other; or with one picture of all heads, in place of colours and marks */
+export function drawMap(place, model, measurement, selection) {
+  const { prefix = "", picture } = selection;
   if (picture) place.style.maxWidth = `${LEFT + WIDEST * model.heads}px`;
   const wide = Math.max(240, place.clientWidth),
     width = (wide - LEFT) / model.heads;
@@ -32,17 +32,18 @@ export function drawMap(place, model, measurement, on) {
     role: "grid",
     tabindex: 0,
     "aria-label": `${words}. Use the arrow keys to move between heads.`,
-    "aria-activedescendant": `${prefix}head-${on.index}`,
+    "aria-activedescendant": `${prefix}head-${selection.index}`,
   });
   const size = { x: LEFT, y: TOP, width: wide - LEFT, height: tall - TOP };
   if (picture) map.append(svg("image", { href: picture, preserveAspectRatio: "none", ...size }));
-  map.append(...lines(model, measurement, width, height, on), ...edges(model, width, height), ...names(wide, tall));
-  if (!picture) map.append(...marks(model, measurement, width, height, on.brushed));
-  if (on.index >= 0) {
-    const { x, y } = corner(model, on.index, width, height);
+  map.append(...lines(model, measurement, width, height, selection));
+  map.append(...edges(model, width, height), ...names(wide, tall));
+  if (!picture) map.append(...marks(model, measurement, width, height, selection.brushed));
+  if (selection.index >= 0) {
+    const { x, y } = corner(model, selection.index, width, height);
     map.append(svg("rect", { class: "chosen", x: x + 1, y: y + 1, width: width - 2, height: height - 2 }));
   }
-  listen(map, model, measurement, on);
+  listen(map, model, measurement, selection);
   place.replaceChildren(map);
   if (focused) map.focus({ preventScroll: true });
 }
@@ -129,26 +130,26 @@ function marks(model, measurement, width, height, brushed) {
 }
 
 /** Mouse and keyboard. */
-function listen(map, model, measurement, on) {
+function listen(map, model, measurement, selection) {
   const at = (event) => (event.target.dataset?.i === undefined ? -1 : Number(event.target.dataset.i));
   const wordsAt = (index) => (index < 0 ? "" : headWords(model, measurement, index));
   map.addEventListener("mousemove", (event) => tip(wordsAt(at(event)), event));
   map.addEventListener("mouseleave", () => tip(""));
-  map.addEventListener("click", (event) => at(event) >= 0 && on.choose(at(event)));
+  map.addEventListener("click", (event) => at(event) >= 0 && selection.choose(at(event)));
   map.addEventListener("keydown", (event) => {
     const { heads } = model,
       last = heads * model.layers.length - 1;
     const to = {
-      ArrowLeft: on.index - 1,
-      ArrowRight: on.index + 1,
-      ArrowUp: on.index - heads,
-      ArrowDown: on.index + heads,
+      ArrowLeft: selection.index - 1,
+      ArrowRight: selection.index + 1,
+      ArrowUp: selection.index - heads,
+      ArrowDown: selection.index + heads,
       Home: 0,
       End: last,
     }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    if (to >= 0 && to <= last) on.choose(to, true);
+    if (to >= 0 && to <= last) selection.choose(to, true);
   });
 }
 

@@ -73,32 +73,32 @@ function cellOf(column, i) {
  * @param {HTMLElement} place
  * @param {Column[]} columns
  * @param {{index: number, brushed: Set<number> | null, rows: number, sort: {by: string, down: boolean},
- *   choose: (i: number) => void, order: (by: string) => void}} on
+ *   choose: (i: number) => void, order: (by: string) => void}} selection
  * @returns {{count: number, by: string}} How many heads there are to show, and what they are sorted by, in words */
-export function drawTable(place, columns, on) {
+export function drawTable(place, columns, selection) {
   const shownColumns = columns.filter((column) => column.words),
-    by = columns.find((column) => column.name === on.sort.by) ?? columns[1],
-    order = ranked(by, columns[0].of.length, on);
+    by = columns.find((column) => column.name === selection.sort.by) ?? columns[1],
+    order = ranked(by, columns[0].of.length, selection);
   const heads = shownColumns.map((column) => {
-    const sorted = column !== by ? "none" : on.sort.down ? "descending" : "ascending";
+    const sorted = column !== by ? "none" : selection.sort.down ? "descending" : "ascending";
     const button = html("button", { type: "button", id: `by-${column.name}`, textContent: column.words }),
       header = html("th", { scope: "col" }, button);
     header.setAttribute("aria-sort", sorted);
-    button.addEventListener("click", () => on.order(column.name));
+    button.addEventListener("click", () => selection.order(column.name));
     return header;
   });
-  const rows = order.slice(0, on.rows).map((i) => {
+  const rows = order.slice(0, selection.rows).map((i) => {
     const [layer, head] = [columns[0].of[i], columns[1].of[i]];
     const open = html("button", { type: "button", textContent: `L${layer}H${head}` });
     open.setAttribute("aria-label", `layer ${layer} head ${head}`);
-    open.addEventListener("click", () => on.choose(i));
+    open.addEventListener("click", () => selection.choose(i));
     const cells = shownColumns.slice(1).map((column) => cellOf(column, i));
-    const row = html("tr", { className: i === on.index ? "here" : "" }, html("td", {}, open), ...cells);
+    const row = html("tr", { className: i === selection.index ? "here" : "" }, html("td", {}, open), ...cells);
     row.dataset.i = String(i);
     return row;
   });
   place.replaceChildren(html("thead", {}, html("tr", {}, ...heads)), html("tbody", {}, ...rows));
-  return { count: order.length, by: `sorted by “${by.words}”, ${firstWords(by, on.sort.down)} first` };
+  return { count: order.length, by: `sorted by “${by.words}”, ${firstWords(by, selection.sort.down)} first` };
 }
 
 /** Which heads come first. */
@@ -111,13 +111,14 @@ function firstWords(by, down) {
 const signed = (column) => ["fraction", "log-ratio", "ratio", "difference"].includes(column.scale);
 
 /** Heads in the order of a column: signed numbers by their size, and NaN last. */
-function ranked(by, count, on) {
+function ranked(by, count, selection) {
   const of = (i) => (signed(by) ? Math.abs(by.of[i]) : by.name === "head" ? i : by.of[i]);
-  const indices = Array.from({ length: count }, (_, i) => i).filter((i) => !on.brushed || on.brushed.has(i));
+  const { brushed } = selection;
+  const indices = Array.from({ length: count }, (_, i) => i).filter((i) => !brushed || brushed.has(i));
   return indices.sort((a, b) => {
     const [x, y] = [of(a), of(b)];
     if (Number.isNaN(x) || Number.isNaN(y)) return Number(Number.isNaN(x)) - Number(Number.isNaN(y)) || a - b;
-    return (on.sort.down ? y - x : x - y) || a - b;
+    return (selection.sort.down ? y - x : x - y) || a - b;
   });
 }
 

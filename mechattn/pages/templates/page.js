@@ -120,7 +120,7 @@ function draw() {
   const other = models.find((candidate) => candidate.name === state.beside),
     beside = other && measured(other, measure);
   const most = measurement ? strongest(measurement, beside ?? measurement) : 1;
-  const on = {
+  const selection = {
     ...{ index, brushed, most },
     choose: (i, walked) => choose(headAt(model(), i), walked),
     brush: (heads) => {
@@ -133,7 +133,7 @@ function draw() {
   part("about").textContent = `${quantity().about} (${quantity().units}).${times}`;
   part("map-name").textContent = other ? model().name : "";
   if (measurement) {
-    drawMap(part("map"), model(), measurement, on);
+    drawMap(part("map"), model(), measurement, selection);
     drawScale(part("scale"), measurement, most);
     part("said").textContent = `${headWords(model(), measurement, index)}. ${sureHeads(model(), measurement)}`;
   } else {
@@ -142,19 +142,19 @@ function draw() {
   }
   drawBeside(other, beside, most);
   drawRoom(part("room"), model(), state.layer, state.head, state.condition);
-  if (part("thumbs-part").open) thumbnails(measurement, on);
-  if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
-  table(on);
+  if (part("thumbs-part").open) thumbnails(measurement, selection);
+  if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), selection);
+  table(selection);
 }
 
 /** Every head's pattern; a click there also opens the large one. */
-function thumbnails(measurement, on) {
+function thumbnails(measurement, selection) {
   const choose = (i, walked) => {
     opened.add("pattern");
-    on.choose(i, walked);
+    selection.choose(i, walked);
   };
-  const { condition } = state;
-  drawThumbnails(part("thumbs"), part("thumbs-note"), model(), measurement, prompt, { ...on, condition, choose });
+  const ofThumbnails = { ...selection, condition: state.condition, choose };
+  drawThumbnails(part("thumbs"), part("thumbs-note"), model(), measurement, prompt, ofThumbnails);
 }
 
 /** A click on a pattern selects its prompt. */
@@ -179,17 +179,17 @@ function drawBeside(other, measurement, most) {
   return drawMap(drawn, other, measurement, { index, brushed: null, most, prefix: "beside-", choose: chooseOther });
 }
 
-function table(on) {
+function table(selection) {
   const columns = columnsOf(model(), quantity(), state.condition),
     changed = columns.some(({ name, words }) => name === "change" && words) ? "change" : "difference";
   const by = { beyond: "beyond", change: changed, value: "value" }[state.show];
   const sorting = sort.by ? sort : { by, down: true };
   const order = (name) => {
     sort = { by: name, down: sorting.by === name ? !sorting.down : name !== "head" && !name.startsWith("q_") };
-    table(on);
+    table(selection);
     part(`by-${name}`)?.focus();
   };
-  const drawn = drawTable(part("heads-table"), columns, { ...on, rows, sort: sorting, order });
+  const drawn = drawTable(part("heads-table"), columns, { ...selection, rows, sort: sorting, order });
   part("more-rows").hidden = drawn.count <= FEW;
   part("more-rows").textContent = rows > FEW ? "fewer heads" : `all ${drawn.count} heads`;
   const heads = `${drawn.count}${brushed ? " brushed" : ""} heads`,

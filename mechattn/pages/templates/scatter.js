@@ -23,8 +23,8 @@ export function measuresOf(model, condition) {
  * @param {any} model
  * @param {any[]} measures Those of x and y
  * @param {{index: number, brushed: Set<number> | null, choose: (index: number) => void,
- *   brush: (heads: Set<number> | null) => void}} on */
-export function drawScatter(place, model, measures, on) {
+ *   brush: (heads: Set<number> | null) => void}} selection */
+export function drawScatter(place, model, measures, selection) {
   const [a, b] = measures.map((measure) => measured(model, measure));
   if (!a || !b) return place.replaceChildren();
   const wide = Math.max(280, place.clientWidth),
@@ -40,26 +40,26 @@ export function drawScatter(place, model, measures, on) {
     svg("rect", { class: "ground", x: 0, y: 0, width: wide, height: BOX.tall, fill: "transparent" }),
     ...axes(x, y, a, b, names, wide),
   );
-  plot.append(...points(a, b, x, y, on));
+  plot.append(...points(a, b, x, y, selection));
   plot.addEventListener("mousemove", (event) => tip(wordsAt(model, a, b, names, event), event));
   plot.addEventListener("mouseleave", () => tip(""));
   plot.addEventListener(
     "click",
     (event) =>
       /** @type {any} */ (event.target).dataset?.i !== undefined &&
-      on.choose(Number(/** @type {any} */ (event.target).dataset.i)),
+      selection.choose(Number(/** @type {any} */ (event.target).dataset.i)),
   );
-  brushing(plot, wide, on, (box) => within(a.value, b.value, x, y, box));
+  brushing(plot, wide, selection, (box) => within(a.value, b.value, x, y, box));
   place.replaceChildren(plot);
 }
 
 /** A point for each head that has both numbers. */
-function points(a, b, x, y, on) {
+function points(a, b, x, y, selection) {
   const circles = [];
   a.value.forEach((value, i) => {
     if (!Number.isFinite(value) || !Number.isFinite(b.value[i])) return;
-    const isKept = !on.brushed || on.brushed.has(i),
-      isChosen = i === on.index;
+    const isKept = !selection.brushed || selection.brushed.has(i),
+      isChosen = i === selection.index;
     circles.push(
       svg("circle", {
         class: isKept ? "cell" : "cell out",
@@ -141,7 +141,7 @@ function within(a, b, x, y, box) {
 }
 
 /** A rectangle from where the mouse goes down to where it comes up. */
-function brushing(plot, wide, on, inside) {
+function brushing(plot, wide, selection, inside) {
   let start = null,
     frame = null;
   const at = (event) => {
@@ -171,6 +171,6 @@ function brushing(plot, wide, on, inside) {
     if (!start) return;
     const drawn = box(at(event));
     start = null;
-    on.brush(drawn[2] - drawn[0] < 4 && drawn[3] - drawn[1] < 4 ? null : inside(drawn));
+    selection.brush(drawn[2] - drawn[0] < 4 && drawn[3] - drawn[1] < 4 ? null : inside(drawn));
   });
 }

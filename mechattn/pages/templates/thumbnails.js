@@ -15,11 +15,11 @@ const pictures = new WeakMap();
  * @param {any} model
  * @param {any} measurement What measured() returns, for the words of each head
  * @param {number} prompt
- * @param {any} on As for drawMap() */
-export function drawThumbnails(place, note, model, measurement, prompt, on) {
+ * @param {any} selection As for drawMap() */
+export function drawThumbnails(place, note, model, measurement, prompt, selection) {
   const patterns = model.patterns,
-    subject = `prompt ${prompt}, ${on.condition}`,
-    pattern = patterns.prompts?.[prompt]?.[on.condition];
+    subject = `prompt ${prompt}, ${selection.condition}`,
+    pattern = patterns.prompts?.[prompt]?.[selection.condition];
   note.textContent = patterns.missing || `The page has no pattern of ${subject}.`;
   if (!pattern || !measurement) return place.replaceChildren();
   const pixelWords = pattern.tokens.length > SIDE ? " A pixel is the strongest of several pairs." : "";
@@ -27,7 +27,8 @@ export function drawThumbnails(place, note, model, measurement, prompt, on) {
   const otherWords = hasOthers ? " A click on the large pattern of another prompt shows that one." : "";
   const runWords = patterns.from_separate_run ? " of a separate run" : "";
   note.textContent = `${subject}${runWords}: ${countsOf(pattern)}.${pixelWords}${otherWords}`;
-  drawMap(place, model, measurement, { ...on, prefix: "thumb-", brushed: null, picture: pictureOf(model, pattern) });
+  const picture = pictureOf(model, pattern);
+  drawMap(place, model, measurement, { ...selection, prefix: "thumb-", brushed: null, picture });
 }
 
 /** One picture of all heads' patterns, kept until the light changes. */
