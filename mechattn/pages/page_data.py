@@ -251,8 +251,8 @@ def head_texts(result: Result) -> dict[str, Any]:
 
     Returns:
         By condition, ``tokens`` has each token with its segment, and ``received`` the received
-        attention [layer, head, key]. If the run did not keep single prompts, ``missing`` takes the
-        place of ``received``.
+        attention [layer, head, key]. If the run did not keep single prompts, ``missing`` replaces
+        ``received``.
     """
     tokens = {condition: tokens_in_segments(result, condition) for condition in result.conditions}
     of_prompts = received_by_prompt(result.datasets.get(RECEIVED, xr.Dataset()))
