@@ -180,7 +180,7 @@ class AttentionBudget(AnalysisBase):
 
             with_all_keys = fn.mean_over_queries(masses, weights)
             with_original_keys = fn.mean_among_original(
-                masses, weights, _INSERTED, has_sinks=attention.sinks is not None
+                masses, weights, _INSERTED, sinks=attention.sinks is not None
             )
 
             moved[longer] = with_all_keys.to(moved.dtype)

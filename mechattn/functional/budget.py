@@ -240,7 +240,7 @@ def mean_over_queries(masses: Masses, weights: Float[Tensor, " batch #head query
 
 
 def mean_among_original(
-    masses: Masses, weights: Float[Tensor, "batch 1 query"], inserted: int, has_sinks: bool
+    masses: Masses, weights: Float[Tensor, "batch 1 query"], inserted: int, sinks: bool
 ) -> Means:
     """The mean over queries of their attention to each segment s, if they saw no inserted keys.
 
@@ -250,13 +250,13 @@ def mean_among_original(
         masses: The attention of some queries to each segment, from a softmax over all keys.
         weights: The weight of each of these queries, as in :func:`mean_over_queries`.
         inserted: The index of the segment of inserted tokens.
-        has_sinks: Whether learned sinks take part of each row, so that its masses do not add up to
+        sinks: Whether learned sinks take part of each row, so that its masses do not add up to
             1.
 
     Returns:
         Probability masses of each segment; 0 for inserted tokens.
     """
-    if has_sinks:
+    if sinks:
         remaining_mass = 1 - masses[:, inserted]
     else:
         # 1 − A_inserted would lose digits if little remains; the sum of the other masses does not.

@@ -88,25 +88,28 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
 
     if facts.native is None:
         advice = f"{facts.why_not_native}; give the transformers model as native=…"
-        logit_check = Check("logits", "not checked", detail=advice)
-        kernel_check = Check("kernel", "not checked", detail=facts.why_not_native)
+        native_checks = [
+            Check("logits", "not checked", detail=advice),
+            Check("kernel", "not checked", detail=facts.why_not_native),
+        ]
     else:
         native_tokens = tokens.to(device_of(facts.native))
         native_logits, patterns, source = _run_native(facts.native, native_tokens)
-        logit_check = compare_positions(
-            "logits",
-            logits,
-            native_logits[0].float().cpu(),
-            LOGIT_TOLERANCE[dtype],
-            f"logits against the model's own attention ({_attention_of(facts.native)}), worst"
-            " position",
-            f"the hooked model differs from the transformers model; {what_to_try(dtype)}",
-        )
-        kernel_check = _kernel(model, hook_values, patterns, source, dtype)
+        native_checks = [
+            compare_positions(
+                "logits",
+                logits,
+                native_logits[0].float().cpu(),
+                LOGIT_TOLERANCE[dtype],
+                f"logits against the model's own attention ({_attention_of(facts.native)}), worst"
+                " position",
+                f"the hooked model differs from the transformers model; {what_to_try(dtype)}",
+            ),
+            _kernel(model, hook_values, patterns, source, dtype),
+        ]
 
     checks = [
-        logit_check,
-        kernel_check,
+        *native_checks,
         check_config(model, facts.native),
         *checks_of_layers(ProbedHooks(model, hook_values, dtype, tokens.shape[1])),
         _neighbours(model, tokens, logits, dtype),
