@@ -10,11 +10,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.functional.attention import in_working_dtype
+
 Channels = Float[Tensor, "*token channel"]
 TokenValues = Float[Tensor, "*token"]
 Entries = Float[Tensor, "row entry"]  # a row is a token, or the whole tensor
-OfTokens = Int[Tensor, "row pos"]  # the positions of tokens, or their keys for random numbers
 Integers = Int[Tensor, "*any"]
+Form = Literal["paper", "released_llama", "released_qwen2", "gemma"]
+Scope = Literal["token", "tensor"]
+Control = Literal["random_direction", "random_channels", "shuffled_signs"]
+
+_KAPPA = 1.4826  # makes the MAD of normal data equal to their standard deviation
+_LEAST_MAD = 1e-12  # keeps the threshold above 0 if most entries are equal
+# The smallest and the largest share of entries that each form moves.
+_SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
+_HIGH_SHARE = 0.75  # above this rank, as a share of n, topk is faster than sorting all entries
+
+# The constants of SplitMix64 as signed integers, since torch cannot add or multiply unsigned ones.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 
 def near_zero_share(x: Channels, threshold: float) -> TokenValues:
@@ -63,8 +78,8 @@ def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
     """
     grid = torch.linspace(-20, 0, 200_001, dtype=torch.float64)  # in steps of 0.0001
     values = nonlinearity(grid)
-    at_minimum = grid[values == values.min()]
-    return float(at_minimum.max())
+    inputs_at_minimum = grid[values == values.min()]
+    return float(inputs_at_minimum.max())
 
 
 def gini(x: Channels) -> TokenValues:
@@ -79,12 +94,12 @@ def gini(x: Channels) -> TokenValues:
     Returns:
         Coefficients from 0 to 1, one for each token; NaN if all its channels are 0.
     """
-    size = x.abs().sort(-1).values
-    n = size.shape[-1]
-    rank = torch.arange(1, n + 1, device=x.device, dtype=size.dtype)
+    sorted_sizes = x.abs().sort(-1).values
+    n = sorted_sizes.shape[-1]
+    ranks = torch.arange(1, n + 1, device=x.device, dtype=sorted_sizes.dtype)
 
-    ranked_sum = size @ rank
-    total = size.sum(-1)
+    ranked_sum = sorted_sizes @ ranks
+    total = sorted_sizes.sum(-1)
     return 2 * ranked_sum / (n * total) - (n + 1) / n
 
 
@@ -120,16 +135,6 @@ def counts_between(x: Float[Tensor, "*any"], edges: Float[Tensor, " edge"]) -> I
     return torch.bincount(bins, minlength=len(edges) + 1)
 
 
-Form = Literal["paper", "released_llama", "released_qwen2", "gemma"]
-Scope = Literal["token", "tensor"]
-Control = Literal["random_direction", "random_channels", "shuffled_signs"]
-_KAPPA = 1.4826  # makes the MAD of normal data equal to their standard deviation
-# The smallest and the largest share of entries that each form moves.
-_SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
-_LEAST_MAD = 1e-12  # keeps the threshold above 0 if most entries are equal
-_HIGH = 0.75  # beyond this share of the entries, finding the largest is faster than sorting all
-
-
 def redistribute(
     x: Channels,
     uniform: Channels,
@@ -158,7 +163,7 @@ def redistribute(
 
     Args:
         x: Activations after the nonlinearity.
-        uniform: Random numbers in [0, 1), see
+        uniform: Random numbers in [0, 1) of the same shape, see
             :func:`mechattn.functional.activations.keyed_uniform`.
         c: The factor of the threshold; for "gemma" the share itself.
         p1: A percentile, 0 to 100.
@@ -166,43 +171,44 @@ def redistribute(
         scope: "token" takes statistics and selects over the channels of each token. "tensor" does
             so over the whole tensor, as published; the result then depends on batch and padding.
         strength: The fraction of the change to apply.
+
+    Returns:
+        Activations in the dtype of ``x``. Entries that are not moved keep every bit.
     """
     # Each row, a token's channels or the whole tensor, has statistics of its own.
-    entries = x.shape[-1]
+    row_length = x.shape[-1]
     if scope == "tensor":
-        entries = x.numel()
-    flat = x.reshape(-1, entries)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    rows = flat.to(dtype)
-    uniform = uniform.reshape(flat.shape).to(dtype)
+        row_length = x.numel()
+    flat = x.reshape(-1, row_length)
+    rows = in_working_dtype(flat)
+    uniform_of_rows = uniform.reshape(flat.shape).to(rows.dtype)
 
     sizes = rows.abs()
     if form == "gemma":
-        selected = sizes <= _percentile(sizes, 100 * c)
+        is_small = sizes <= _percentile(sizes, 100 * c)
         upper = _percentile(sizes, p1)
     else:
         # Stable, so that lower indices come first among equal entries.
-        ordered, order = sizes.sort(dim=-1, stable=True)
-        ranks = torch.arange(sizes.shape[-1], device=sizes.device)
-        is_moved = ranks < _moved_count(ordered, c, _SHARES[form])[:, None]
-        selected = torch.empty_like(is_moved).scatter_(-1, order, is_moved)
+        sorted_sizes, order = sizes.sort(dim=-1, stable=True)
+        ranks = torch.arange(row_length, device=sizes.device)
+        is_low_rank = ranks < _moved_count(sorted_sizes, c, _SHARES[form])[:, None]
+        is_small = torch.empty_like(is_low_rank).scatter_(-1, order, is_low_rank)
         upper = _percentile(rows, p1).clamp(min=0)
 
     # A positive entry is bounded by the percentile, a negative one by the row's smallest entry.
     lower = rows.amin(-1, keepdim=True).clamp(max=0)
     bound = torch.where(rows > 0, upper, lower)
-    target = uniform * bound
+    target = uniform_of_rows * bound
     if form == "paper":
         target = rows + target
     moved = rows + strength * (target - rows)
 
-    # An entry that is not moved comes from the input, so that it keeps every bit.
-    moves = selected & (rows != 0) & (bound != 0)
-    return torch.where(moves, moved.to(x.dtype), flat).reshape(x.shape)
+    is_moved = is_small & (rows != 0) & (bound != 0)
+    return torch.where(is_moved, moved.to(x.dtype), flat).reshape(x.shape)
 
 
 def as_control(change: Channels, uniform: Channels, control: Control) -> Channels:
-    """A random change with the same norm as the given one at each token.
+    """A random change that serves as a control for the given one.
 
     - "random_direction": a random direction, of the same norm.
     - "random_channels": the same numbers, in channels drawn at random.
@@ -219,46 +225,41 @@ def as_control(change: Channels, uniform: Channels, control: Control) -> Channel
     if control == "random_direction":
         direction = (2 * uniform - 1).to(change.dtype)
         norm = change.norm(dim=-1, keepdim=True)
-        length = direction.norm(dim=-1, keepdim=True)
-        return direction * (norm / length)
+        direction_norm = direction.norm(dim=-1, keepdim=True)
+        return direction * (norm / direction_norm)
 
     if control == "random_channels":
         permutation = uniform.argsort(stable=True, dim=-1)
         return change.gather(-1, permutation)
 
+    # "shuffled_signs": each sign is turned with probability 1/2.
     return torch.where(uniform < 0.5, -change, change)
 
 
-def mad_threshold(ordered: Entries, c: float) -> Float[Tensor, "row 1"]:
+def mad_threshold(sorted_sizes: Entries, c: float) -> Float[Tensor, "row 1"]:
     """ARM's threshold ε of each row, ``1.4826 · c · MAD(|x|)``, with lower medians.
 
     Args:
-        ordered: The absolute values of each row, in ascending order.
+        sorted_sizes: The absolute values of each row, in ascending order.
         c: The factor of the threshold.
 
     Returns:
-        Thresholds, above 0 for ``c`` above 0.
+        Thresholds. They are above 0 for ``c`` above 0, because a MAD below 1e-12 counts as 1e-12.
     """
-    middle = (ordered.shape[-1] - 1) // 2
-    median = ordered[:, middle : middle + 1]
-    deviations = (ordered - median).abs()
+    middle = (sorted_sizes.shape[-1] - 1) // 2
+    median = sorted_sizes[:, middle : middle + 1]
+    deviations = (sorted_sizes - median).abs()
     mad = deviations.kthvalue(middle + 1, dim=-1, keepdim=True).values
     return _KAPPA * c * mad.clamp(min=_LEAST_MAD)
-
-
-# The constants of SplitMix64 as signed integers, since torch cannot add or multiply unsigned ones.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
-_SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 
 def token_keys(
     seed: int,
     prompts: Sequence[str],
-    positions: OfTokens,
+    positions: Int[Tensor, "row pos"],
     layer: int,
     purpose: str = "",
-) -> OfTokens:
+) -> Int[Tensor, "row pos"]:
     """A key for each token, from the seed, its prompt, position and layer, and a purpose.
 
     Args:
@@ -277,8 +278,8 @@ def token_keys(
         digest = hashlib.blake2b(text, digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little", signed=True))
 
-    rows = torch.tensor(hashes, dtype=torch.long, device=positions.device)
-    states = rows[:, None] + positions.long() * _GOLDEN
+    first_states = torch.tensor(hashes, dtype=torch.long, device=positions.device)
+    states = first_states[:, None] + positions.long() * _GOLDEN
     return _mix(states)
 
 
@@ -294,8 +295,8 @@ def keyed_uniform(keys: Int[Tensor, "*token"], channels: int) -> Float[Tensor, "
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    channel = torch.arange(1, channels + 1, device=keys.device)
-    states = keys.unsqueeze(-1) + channel * _GOLDEN
+    steps = torch.arange(1, channels + 1, device=keys.device)
+    states = keys.unsqueeze(-1) + steps * _GOLDEN
     mixed = _mix(states)
 
     # The upper 24 bits, which float32 represents exactly.
@@ -303,34 +304,37 @@ def keyed_uniform(keys: Int[Tensor, "*token"], channels: int) -> Float[Tensor, "
     return top_bits.float() / 2**24
 
 
-def _moved_count(ordered: Entries, c: float, shares: tuple[float, float]) -> Int[Tensor, " row"]:
-    """The number of entries to move in each row, from the sorted absolute values."""
-    n = ordered.shape[-1]
-    threshold = mad_threshold(ordered, c)
+def _moved_count(
+    sorted_sizes: Entries, c: float, share_bounds: tuple[float, float]
+) -> Int[Tensor, " row"]:
+    """The number of entries to move in each row, ``round(clip(p) · n)``."""
+    n = sorted_sizes.shape[-1]
+    threshold = mad_threshold(sorted_sizes, c)
 
     # In float64: a whole tensor may have more entries than float32 can count.
-    share = (ordered <= threshold).sum(-1).double() / n
-    count = share.clamp(*shares) * n
+    share = (sorted_sizes <= threshold).sum(-1).double() / n
+    count = share.clamp(*share_bounds) * n
     return count.round().long()
 
 
 def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
-    """The percentile of each row.
+    """The percentile of each row, interpolated linearly.
 
     ``torch.quantile`` takes at most 2²⁴ entries (pytorch/pytorch#64947).
     """
     n = x.shape[-1]
     position = percent / 100 * (n - 1)
     rank = int(position)
-    if rank > _HIGH * n:
-        from_rank = x.topk(n - rank, -1).values.flip(-1)
+    if rank > _HIGH_SHARE * n:
+        sorted_from_rank = x.topk(n - rank, -1).values.flip(-1)
     else:
-        from_rank = x.sort(-1).values[:, rank:]
+        sorted_from_rank = x.sort(-1).values[:, rank:]
 
-    # Interpolate between this rank and the next, which the last rank does not have.
-    following = min(1, n - 1 - rank)
-    above = from_rank[:, following : following + 1]
-    return torch.lerp(from_rank[:, :1], above, position - rank)
+    # No value follows the last one. The next value's weight is then 0.
+    next_index = min(1, n - 1 - rank)
+    value = sorted_from_rank[:, 0, None]
+    next_value = sorted_from_rank[:, next_index, None]
+    return torch.lerp(value, next_value, position - rank)
 
 
 def _mix(z: Integers) -> Integers:
@@ -340,7 +344,7 @@ def _mix(z: Integers) -> Integers:
     return z ^ _unsigned_shift(z, 31)
 
 
-def _unsigned_shift(z: Integers, by: int) -> Integers:
+def _unsigned_shift(z: Integers, bits: int) -> Integers:
     """Shift to the right and fill with zeros, as for an unsigned integer."""
-    low_bits = 2 ** (64 - by) - 1
-    return (z >> by) & low_bits
+    remaining_bits = 2 ** (64 - bits) - 1
+    return (z >> bits) & remaining_bits

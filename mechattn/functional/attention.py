@@ -23,10 +23,9 @@ PerToken = Float[Tensor, "batch head pos"]
 QueryPositions = Int[Tensor, "batch query"]  # of some queries of each sequence
 SequenceIndices = Int[Tensor, " chosen"]  # of some sequences of a batch
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
-# Small blocks leave an accelerator idle between kernels, so its blocks may have up to 128 MiB of
-# scores in float32 and this number of rows.
-_SCORES_OF_BLOCK = 2**25
-_LARGEST_BLOCK = 1024
+# Small blocks leave an accelerator idle between kernels, so its blocks are larger.
+_SCORES_OF_BLOCK = 2**25  # 128 MiB in float32
+_LARGEST_BLOCK = 1024  # rows
 _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 
 
@@ -104,9 +103,9 @@ class Attention:
     """The inputs of causal attention.
 
     ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``, with
-    ``cap(s) = softcap · tanh(s / softcap)``. With learned sinks, the softmax of each row of head h
-    also runs over ``sinks[h]``, whose probability is left out of A. Padding on the right needs no
-    mask, since no token sees what comes after it.
+    ``cap(s) = softcap · tanh(s / softcap)``, or ``cap(s) = s`` without a softcap. With learned
+    sinks, the softmax of each row of head h also runs over ``sinks[h]``, whose probability is left
+    out of A. Padding on the right needs no mask, since no token sees what comes after it.
     """
 
     q: Vectors  # queries, after RoPE
@@ -117,7 +116,7 @@ class Attention:
     # Added to the scores of each key (ALiBi); not multiplied by ``scale``
     bias: Float[Tensor, "#batch head pos"] | None = None
     window: int | None = None  # how many keys a query sees, including its own; None for all
-    softcap: float | None = None  # the bound of soft-capped scores
+    softcap: float | None = None  # the bound of soft-capped scores; None for scores without one
     edge_mask: EdgeMask | None = None  # edges that are cut
     # The score of each head's learned sink, which takes a share of every row and has no value
     sinks: PerHead | None = None
@@ -128,13 +127,13 @@ class Attention:
 
         It cannot with capped scores, cut edges, or a window that leaves out keys.
         """
-        windowed = self.window is not None and self.window < self.q.shape[2]
-        return self.softcap is None and self.edge_mask is None and not windowed
+        window_hides_keys = self.window is not None and self.window < self.q.shape[2]
+        return self.softcap is None and self.edge_mask is None and not window_hides_keys
 
     def of(self, sequences: SequenceIndices) -> Attention:
         """Return the inputs of some sequences of the batch."""
         bias = self.bias
-        if bias is not None and len(bias) > 1:
+        if bias is not None and len(bias) > 1:  # a single row is that of all sequences
             bias = bias[sequences]
 
         edge_mask = self.edge_mask
@@ -219,8 +218,8 @@ class PatternRows:
         """
         heads = self.pattern.shape[1]
         index = query_positions[:, None, :, None].expand(-1, heads, -1, key_count)
-        seen_columns = self.pattern[..., :key_count]
-        return seen_columns.gather(2, index)
+        columns = self.pattern[..., :key_count]
+        return columns.gather(2, index)
 
 
 AnyRows = Attention | PatternRows  # one layer's attention, from which single rows can be requested
@@ -228,12 +227,15 @@ AnyRows = Attention | PatternRows  # one layer's attention, from which single ro
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A block of query rows of a layer's attention; the next block reuses the pattern's memory."""
+    """A block of query rows of a layer's attention.
+
+    Blocks of :func:`attention_by_rows` share the memory of ``pattern``: the next overwrites it.
+    """
 
     pattern: Pattern  # attention probabilities, float32 or better; 0 for unseen keys
     queries: slice  # the positions of these rows
     keys: slice  # the positions of the columns; these rows see no other keys
-    # Gives other rows, and the values; None if the model shows no values by head
+    # It can compute other rows, and holds the values; None if the model shows no values by head
     attention: AnyRows | None = None
 
 
@@ -278,11 +280,11 @@ def attention_by_rows(
         attention: The inputs of a layer's attention.
         see: Receives each block in turn, before the next one overwrites its memory.
         block: The number of query rows in a block; that of :func:`rows_of_block` by default.
-        queries: The positions of the queries to compute, all by default. The output of other
-            queries is undefined.
+        queries: The positions of the queries to compute, all by default.
 
     Returns:
-        The output of each head before W_O, in the dtype of the queries.
+        The output of each head before W_O, in the dtype of the queries; undefined for queries that
+        are not computed.
     """
     q = attention.q
     batch, heads, length, _ = q.shape
@@ -317,7 +319,8 @@ def rows_of_block(scores_of_row: int, device: torch.device) -> int:
         device: Where they are computed.
 
     Returns:
-        :data:`BLOCK` on a CPU. On an accelerator more, if 128 MiB hold their scores, up to 1,024.
+        :data:`BLOCK` on a CPU; on an accelerator the number of rows whose scores take 128 MiB, but
+        at least :data:`BLOCK` and at most 1,024.
     """
     if device.type == "cpu":
         return BLOCK
@@ -374,13 +377,13 @@ class _BlockKernel:
         v = attention.v.reshape(stacks, length, d_value)
         self.v = v.to(dtype)
 
-        # The largest number of scores in a block; with a window, a block has fewer keys.
+        # With a window, a block's queries see only the keys from the first one's window on.
         most_keys = length
         if attention.window is not None:
             most_keys = min(length, attention.window + block)
         most_rows = min(block, length)
-        size = batch * heads * most_rows * most_keys
-        self.buffer = self.k.new_empty(size)
+        most_scores = batch * heads * most_rows * most_keys
+        self.buffer = self.k.new_empty(most_scores)
         self.future = _future(block, dtype, q.device)
 
     def keys_before(self, queries: slice) -> slice:
@@ -409,8 +412,8 @@ class _BlockKernel:
         key_count = keys.stop - keys.start
 
         # Two views of the same memory: by stack for the product, by head for everything else.
-        size = stacks * row_count * key_count
-        stacked = self.buffer[:size].view(stacks, row_count, key_count)
+        score_count = stacks * row_count * key_count
+        stacked = self.buffer[:score_count].view(stacks, row_count, key_count)
         by_head = stacked.view(*attention.q.shape[:2], -1, key_count)
 
         q = self.q[:, :, queries].to(stacked.dtype)
@@ -483,5 +486,5 @@ def _cap_and_bias(attention: Attention, scores: Scores, keys: slice) -> None:
 
 def _left_by_sinks(scores: Scores, sinks: PerHead) -> Float[Tensor, "batch head query 1"]:
     """The share of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
-    score_of_keys = scores.logsumexp(-1, keepdim=True)
-    return torch.sigmoid(score_of_keys - sinks[:, None, None])
+    lse_of_keys = scores.logsumexp(-1, keepdim=True)
+    return torch.sigmoid(lse_of_keys - sinks[:, None, None])

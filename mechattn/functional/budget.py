@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -70,10 +71,9 @@ class Rotation:
         """
         cos, sin = turns
         pairs = len(self.frequencies)
-        moved = x.clone()
+        copy = x.clone()
 
-        last = self.first + 2 * pairs
-        rotated = moved[..., self.first : last]
+        rotated = copy[..., self.first : self.first + 2 * pairs]
         if self.adjacent:
             real, imaginary = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
         else:
@@ -81,21 +81,22 @@ class Rotation:
 
         # Both are views of the copy, which is changed in place: allocating more tensors would take
         # as long as the rotation.
-        turned = real * cos - imaginary * sin
+        turned_real = real * cos - imaginary * sin
         imaginary.mul_(cos)
         imaginary.addcmul_(real, sin)
-        real.copy_(turned)
-        return moved
+        real.copy_(turned_real)
+        return copy
 
 
 NO_ROTATION = Rotation(torch.zeros(0))  # for a layer without positions in its queries and keys
-_ROUNDINGS = 8  # rotating twice instead of once changes entries by fewer roundings of the largest
+# Rotating twice rather than once changes entries by less than this many roundings of the largest.
+_ROUNDINGS = 8
 
 
 def before_hidden_states(
     attention: Attention,
-    longer: Int[Tensor, " row"],
-    baseline: Int[Tensor, " row"],
+    longer_rows: Int[Tensor, " row"],
+    baseline_rows: Int[Tensor, " row"],
     origin: Int[Tensor, "row pos"],
     rotation: Rotation,
     turns: Turns,
@@ -109,14 +110,14 @@ def before_hidden_states(
 
     Args:
         attention: A layer's attention for a batch with the longer sequences and their baselines.
-        longer: The rows of the longer sequences.
-        baseline: The row of each longer sequence's baseline.
+        longer_rows: The rows of the longer sequences.
+        baseline_rows: The row of each longer sequence's baseline.
         origin: For each position of a longer sequence, its position in the baseline; negative for
             an inserted token and padding.
         rotation: How the layer rotates queries and keys.
         turns: The rotation from the position in the baseline to that in the longer sequence.
-        queries: The positions in the longer sequences whose queries are needed; others keep their
-            own.
+        queries: The positions of the needed queries in the longer sequences. Other queries are not
+            moved.
 
     Returns:
         Attention without values, for rows alone.
@@ -126,22 +127,23 @@ def before_hidden_states(
 
     # Values are not needed for rows alone.
     without_values = replace(attention, v=attention.k[..., :0])
-    own = without_values.of(longer)
+    attention_of_longer = without_values.of(longer_rows)
 
     def baseline_vectors(x: Vectors, positions: slice) -> Float[Tensor, "row head query d_head"]:
         """Vectors of the baseline's tokens at their positions in the longer sequence."""
-        # An inserted token has no position there; it gets the first token's vector, unused.
-        index = origin[:, None, positions, None].clamp(min=0)
-        index = index.expand(-1, x.shape[1], -1, x.shape[3])
-        original = x[baseline].gather(2, index)
+        # An inserted token has no position there; it gets the first token's vector, which the
+        # caller replaces.
+        old_positions = origin[:, None, positions, None].clamp(min=0)
+        index = old_positions.expand(-1, x.shape[1], -1, x.shape[3])
+        at_old_positions = x[baseline_rows].gather(2, index)
 
-        own_turns = (cos[:, :, positions], sin[:, :, positions])
-        return rotation.moved(original.to(dtype), own_turns)
+        turns_of_positions = (cos[:, :, positions], sin[:, :, positions])
+        return rotation.moved(at_old_positions.to(dtype), turns_of_positions)
 
     is_original = (origin >= 0)[:, None, :, None]
 
-    # Only the needed queries are moved; moving the others would take as long.
-    q = own.q.to(dtype, copy=True)
+    # Only the needed queries are moved, to save time.
+    q = attention_of_longer.q.to(dtype, copy=True)
     q[:, :, queries] = torch.where(
         is_original[:, :, queries],
         baseline_vectors(attention.q, queries),
@@ -150,33 +152,36 @@ def before_hidden_states(
 
     # All keys are moved, since these queries may see any of them.
     k_of_baseline = baseline_vectors(attention.k, slice(None))
-    k = torch.where(is_original, k_of_baseline, own.k.to(dtype))
-    return replace(own, q=q, k=k)
+    k = torch.where(is_original, k_of_baseline, attention_of_longer.k.to(dtype))
+    return replace(attention_of_longer, q=q, k=k)
 
 
-def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, " row"]:
+def is_unchanged(with_old_states: Attention, with_own_states: Attention) -> Bool[Tensor, " row"]:
     """Whether the queries and keys of each row differ by no more than the rounding of a rotation.
 
     This is so in layer 0, whose hidden states are embeddings. With large biases, such as Qwen's,
     the rounding has visible effects, which must not be reported as a change of hidden states.
 
     Args:
-        before: Attention with the baseline's hidden states, see :func:`before_hidden_states`.
-        after: Attention with the sequences' own hidden states, at the same positions.
+        with_old_states: Attention with the baseline's hidden states, see
+            :func:`before_hidden_states`.
+        with_own_states: Attention with the sequences' own hidden states, at the same positions.
 
     Returns:
         True for a row that is unchanged, on the device of the queries.
     """
 
-    def is_rounding(x_before: Vectors, x_after: Vectors) -> Bool[Tensor, " row"]:
+    def is_rounding(old_vectors: Vectors, own_vectors: Vectors) -> Bool[Tensor, " row"]:
         """Whether the largest difference of each row can be due to rounding."""
-        eps = torch.finfo(x_after.dtype).eps
-        largest = x_after.abs().amax((1, 2, 3))
-        difference = (x_before - x_after).abs().amax((1, 2, 3))
+        eps = torch.finfo(own_vectors.dtype).eps
+        largest = own_vectors.abs().amax((1, 2, 3))
+        difference = (old_vectors - own_vectors).abs().amax((1, 2, 3))
         return difference <= _ROUNDINGS * eps * largest
 
     # Tensors, because reading their values would wait for the GPU.
-    return is_rounding(before.q, after.q) & is_rounding(before.k, after.k)
+    is_same_q = is_rounding(with_old_states.q, with_own_states.q)
+    is_same_k = is_rounding(with_old_states.k, with_own_states.k)
+    return is_same_q & is_same_k
 
 
 def masses_of_rows(pattern: Pattern, members: Members) -> Masses:
@@ -199,20 +204,20 @@ def segment_masses(attention: Attention, members: Members, queries: slice) -> Ma
     """The attention of some queries to each segment.
 
     Args:
-        attention: A layer's attention; give it empty values, since the output is discarded.
+        attention: A layer's attention. Its values may be empty, since the output is discarded.
         members: The segments of all keys.
         queries: The positions of the queries.
 
     Returns:
         Probability masses.
     """
-    blocks: list[Tensor] = []
+    masses_of_blocks: list[Masses] = []
 
     def see(rows: Rows) -> None:
-        blocks.append(masses_of_rows(rows.pattern, members[..., rows.keys]))
+        masses_of_blocks.append(masses_of_rows(rows.pattern, members[..., rows.keys]))
 
     attention_by_rows(attention, see, queries=queries)
-    return torch.cat(blocks, -1)
+    return torch.cat(masses_of_blocks, -1)
 
 
 def mean_over_queries(masses: Masses, weights: Float[Tensor, " batch #head query"]) -> Means:
@@ -226,16 +231,20 @@ def mean_over_queries(masses: Masses, weights: Float[Tensor, " batch #head query
     Returns:
         Probability masses of each segment.
     """
-    weights = weights.to(masses.dtype).expand(-1, masses.shape[2], -1)
-    return torch.einsum("bshq,bhq->bhs", masses, weights)
+    weights_of_heads = weights.to(masses.dtype).expand(-1, masses.shape[2], -1)
+    return einsum(
+        masses,
+        weights_of_heads,
+        "batch segment head query, batch head query -> batch head segment",
+    )
 
 
 def mean_among_original(
     masses: Masses, weights: Float[Tensor, "batch 1 query"], inserted: int, sinks: bool
 ) -> Means:
-    """The mean over queries of their attention to each segment, if they saw no inserted keys.
+    """The mean over queries of their attention to each segment s, if they saw no inserted keys.
 
-    A softmax over the original keys alone gives ``A_s / (1 − A_inserted)``.
+    Without these keys, the softmax gives ``A_s / (1 − A_inserted)``.
 
     Args:
         masses: The attention of some queries to each segment, from a softmax over all keys.
@@ -248,15 +257,15 @@ def mean_among_original(
         Probability masses of each segment; 0 for inserted tokens.
     """
     if sinks:
-        left = 1 - masses[:, inserted]
+        remaining_mass = 1 - masses[:, inserted]
     else:
-        # 1 − A_inserted would lose digits if little is left; this sum does not.
-        before = masses[:, :inserted].sum(1)
-        after = masses[:, inserted + 1 :].sum(1)
-        left = before + after
+        # 1 − A_inserted would lose digits if little remains; the sum of the other masses does not.
+        sum_before = masses[:, :inserted].sum(1)
+        sum_after = masses[:, inserted + 1 :].sum(1)
+        remaining_mass = sum_before + sum_after
 
     # Dividing the weights is cheaper than dividing the masses, which have an entry per segment.
     tiny = torch.finfo(masses.dtype).tiny
-    mean = mean_over_queries(masses, weights / left.clamp(min=tiny))
+    mean = mean_over_queries(masses, weights / remaining_mass.clamp(min=tiny))
     mean[..., inserted] = 0
     return mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,8 @@ class Fused:
 
         Returns:
             The probability mass of each key from each group, including the key's own query.
+
+        Source: Own derivation; the weights of the reversed call are a softmax over queries.
         """
         heads = self.q.shape[1]
         reversed_weights = weights.flip(1)[:, None].expand(-1, heads, -1, -1)
@@ -54,15 +57,15 @@ class Fused:
 
         sums = []
         if self.q.dtype in _HALF:
-            # One call per group. Its log-sum-exp is that of the sum; its output is not used.
-            for weight in reversed_weights.split(1, -1):
-                log_weight = weight[..., 0].log().clamp(min=_LOG_OF_ZERO)
-                _, lse = self._reversed_call(weight, log_weight + minus_lse)
+            # One call per group. Its log-sum-exp is the logarithm of the sum; its output is unused.
+            for weights_of_group in reversed_weights.split(1, -1):
+                log_weights = weights_of_group[..., 0].log().clamp(min=_LOG_OF_ZERO)
+                _, lse = self._reversed_call(weights_of_group, log_weights + minus_lse)
                 sums.append(lse.exp()[..., None])
         else:
             # d_head groups per call, since the kernel pads the values to the width of the queries.
-            for values in reversed_weights.split(self.q.shape[-1], -1):
-                mean, lse = self._reversed_call(values, minus_lse)
+            for weights_of_call in reversed_weights.split(self.q.shape[-1], -1):
+                mean, lse = self._reversed_call(weights_of_call, minus_lse)
                 sums.append(mean * lse.exp()[..., None])
 
         # Back to the order of positions.
@@ -90,25 +93,25 @@ class Fused:
         mean, lse = _kernel(q, k, values, self.scale)
 
         # This call has no sinks, so its mean is multiplied by the share that a sink leaves.
-        without_sink = (lse - self.lse).exp()
-        return mean * without_sink[..., None]
+        left_by_sinks = (lse - self.lse).exp()
+        return mean * left_by_sinks[..., None]
 
-    def _reversed_call(self, values: PerGroup, added: PerToken) -> tuple[PerGroup, PerToken]:
+    def _reversed_call(self, values: PerGroup, addend: PerToken) -> tuple[PerGroup, PerToken]:
         """Make the causal call in which queries and keys are exchanged and time is reversed.
 
         Args:
             values: The value of each query, in reversed order.
-            added: What is added to the scores of each query, in reversed order.
+            addend: What is added to the scores of each query, in reversed order.
 
         Returns:
             The output and the log-sum-exp of each key, in reversed order.
         """
         dtype = self.q.dtype
 
-        # What is added becomes further coordinates of the queries; those of the keys are 1.
-        extra = _in_parts(added / self.scale, dtype)
-        ones = torch.ones_like(extra)
-        queries_as_keys = torch.cat([self.q.flip(2), extra], -1)
+        # The addend becomes further coordinates of the queries; those of the keys are 1.
+        extra_coordinates = _in_parts(addend / self.scale, dtype)
+        ones = torch.ones_like(extra_coordinates)
+        queries_as_keys = torch.cat([self.q.flip(2), extra_coordinates], -1)
         keys_as_queries = torch.cat([self.k.flip(2), ones], -1)
         return _kernel(keys_as_queries, queries_as_keys, values.to(dtype), self.scale)
 
@@ -123,22 +126,20 @@ def fused_attention(attention: Attention) -> Fused:
         attention: Inputs for which :attr:`Attention.fusable` is true.
 
     Returns:
-        The output, and what sums over queries or keys need.
-
-    Source: Own derivation: the second call's weights are a softmax over queries.
+        The output, and the numbers that sums over queries or keys need.
     """
     q = attention.q
     k = for_each_head(attention.k, q.shape[1])
     v = for_each_head(attention.v, q.shape[1])
     scale = attention.scale
 
-    # The kernel takes no bias, so it becomes a coordinate: score = scale · [q, 1]·[k, b / scale].
+    # The kernel takes no bias, so it becomes coordinates: score = scale · [q, 1]·[k, b / scale].
     if attention.bias is not None:
-        bias = (attention.bias / scale).expand(len(q), -1, -1)
-        extra = _in_parts(bias, q.dtype)
-        ones = torch.ones_like(extra)
+        unscaled_bias = (attention.bias / scale).expand(len(q), -1, -1)
+        extra_coordinates = _in_parts(unscaled_bias, q.dtype)
+        ones = torch.ones_like(extra_coordinates)
         q = torch.cat([q, ones], -1)
-        k = torch.cat([k, extra], -1)
+        k = torch.cat([k, extra_coordinates], -1)
 
     out, lse = _kernel(q, k, v, scale)
 
@@ -150,24 +151,22 @@ def fused_attention(attention: Attention) -> Fused:
         left_by_sinks = (lse_of_keys - lse).exp()
         out = out * left_by_sinks[..., None].to(out.dtype)
 
-    wide_q = q.to(lse.dtype)
-    wide_k = k.to(lse.dtype)
-    own_scores = scale * torch.linalg.vecdot(wide_q, wide_k)
+    own_scores = scale * torch.linalg.vecdot(q.to(lse.dtype), k.to(lse.dtype))
     own = (own_scores - lse).exp()
     return Fused(out=out, lse=lse, own=own, q=q, k=k, scale=scale)
 
 
-def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
+def _in_parts(numbers: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
     """Split numbers into summands in ``dtype``.
 
-    There are three in half precision, because the 8 or 11 bits of one would change A.
+    Half precision gets three, because the 8 or 11 bits of one would change the pattern.
     """
     if dtype not in _HALF:
-        return number.to(dtype)[..., None]
+        return numbers.to(dtype)[..., None]
 
     # Each summand is the rounded remainder that those before it leave.
     summands = []
-    remainder = number.float()
+    remainder = numbers.float()
     for _ in range(3):
         summand = remainder.to(dtype)
         summands.append(summand)
@@ -178,7 +177,8 @@ def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor
 def _kernel(
     q: Vectors, k: Vectors, v: Float[Tensor, "batch head pos d_v"], scale: float
 ) -> tuple[Float[Tensor, "batch head pos d_v"], PerToken]:
-    """Call a kernel of torch: flash attention, or on a GPU in float32 the memory-efficient one.
+    """Make a causal call of torch's flash attention, or on a GPU in float32 of its
+    memory-efficient attention.
 
     Args:
         q: Queries.
@@ -193,8 +193,7 @@ def _kernel(
     d_v = v.shape[-1]
 
     # Zeros on the right change no score, and what they add to the output is cut off.
-    widest = max(q.shape[-1], d_v)
-    width = widest + -widest % _MULTIPLE
+    width = math.ceil(max(q.shape[-1], d_v) / _MULTIPLE) * _MULTIPLE
     q = pad(q, (0, width - q.shape[-1]))
     k = pad(k, (0, width - k.shape[-1]))
     v = pad(v, (0, width - d_v))
@@ -202,12 +201,16 @@ def _kernel(
     # The operators of the kernels, since torch.nn.functional returns no log-sum-exp.
     aten = torch.ops.aten
     if q.device.type != "cuda":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=True, scale=scale
+        )
     elif q.dtype in _HALF:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            q, k, v, is_causal=True, scale=scale
+        )
     else:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, True, scale=scale
+            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=True, scale=scale
         )
 
     # The memory-efficient kernel pads the log-sum-exp.

@@ -52,9 +52,9 @@ def update_product(z: Z, w_o: Weights, direction: Stream) -> PerToken:
 
     No [pos, head, d_model] is stored.
     """
-    read = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
-    read_by_head = read.unflatten(-1, (len(w_o), -1))
-    return torch.linalg.vecdot(read_by_head, z).mT
+    in_all_heads = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
+    by_head = in_all_heads.unflatten(-1, (len(w_o), -1))  # W_O[h] direction
+    return torch.linalg.vecdot(by_head, z).mT
 
 
 def orientation(
@@ -83,9 +83,9 @@ def counts_in_bins(
         One count more than there are edges. Counts of several prompts can be added.
     """
     bins = _bins(value, edges)
-    weight = (counted[:, None] & ~value.isnan()).to(value.dtype)
+    is_counted = counted[:, None] & ~value.isnan()
     counts = value.new_zeros((*value.shape[:-1], len(edges) + 1))
-    return counts.scatter_add_(-1, bins, weight.expand(value.shape))
+    return counts.scatter_add_(-1, bins, is_counted.to(value.dtype))
 
 
 def counts_in_pairs_of_bins(
@@ -107,24 +107,27 @@ def counts_in_pairs_of_bins(
     Returns:
         A count for each pair of bins. Counts of several prompts can be added.
     """
-    second_bins = len(second_edges) + 1
-    pair = _bins(first, first_edges) * second_bins + _bins(second, second_edges)
+    bin_count = len(first_edges) + 1
+    bin2_count = len(second_edges) + 1
+    pair_index = _bins(first, first_edges) * bin2_count + _bins(second, second_edges)
     is_counted = counted[:, None] & ~first.isnan() & ~second.isnan()
-    counts = first.new_zeros((len(first), (len(first_edges) + 1) * second_bins))
-    counts.scatter_add_(1, pair.flatten(1), is_counted.to(first.dtype).flatten(1))
-    return rearrange(counts, "batch (bin bin2) -> batch bin bin2", bin2=second_bins)
+    counts = first.new_zeros((len(first), bin_count * bin2_count))
+    counts.scatter_add_(1, pair_index.flatten(1), is_counted.to(first.dtype).flatten(1))
+    return rearrange(counts, "batch (bin bin2) -> batch bin bin2", bin2=bin2_count)
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The exact decomposition of each head's output under inserted tokens.
+    """The exact decomposition of each head's output z under inserted tokens.
 
-    ``output = scale · before + shift + rerouting + new_values``. All are before W_O.
+    ``output = scale · before + shift + rerouting + new_values``. A is the pattern and v the values
+    without the inserted tokens, A' and v' those with them.
     """
 
     output: Outputs  # with the inserted tokens
     before: Outputs  # of the same query without the inserted tokens
-    # λ in arXiv:2510.01032: what is left to the original keys, ``1 − Σ_{m inserted} A'[q, m]``
+    # λ in arXiv:2510.01032: the share of attention left to the original keys and the sinks,
+    # ``1 − Σ_{m inserted} A'[q, m]``
     scale: PerQuery
     shift: Outputs  # Σσ in the same paper, ``Σ_{m inserted} A'[q, m] v'[m]``
     # ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: due to changed attention among original keys
@@ -152,7 +155,7 @@ def split(
     baseline: Aligned,
     v_baseline: OriginalValues,
 ) -> Split:
-    """Split the output of each query with inserted tokens into four parts.
+    """Split the output of each query with inserted tokens into the four parts of :class:`Split`.
 
     Args:
         pattern: Attention with the inserted tokens.
@@ -169,7 +172,7 @@ def split(
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
     # Below 1e-3, the difference from 1 has fewer than four digits in float32. The sum over the
-    # original keys has all, but it lacks the share of a learned sink.
+    # original keys keeps all of them, but it lacks the share of a learned sink.
     scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)
     return Split(
         output=mix(pattern, v),
@@ -184,12 +187,12 @@ def split(
 def total_variation(aligned: Aligned, baseline: Aligned, scale: PerQuery) -> PerQuery:
     """How much attention among the original keys changes besides dilution.
 
-    ``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys, which is 0 under dilution alone.
+    ``½ Σ_k |A'[q, k] / scale − A[q, k]|`` over the original keys, which is 0 under dilution alone.
 
     Args:
         aligned: Attention to the original keys, with inserted tokens.
         baseline: Attention to the same keys, without them.
-        scale: λ, the attention left to the original keys.
+        scale: λ, see :class:`Split`.
 
     Returns:
         A distance from 0 to 1 for each query.
@@ -211,17 +214,17 @@ def question_ratio(
 
 
 def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Energies:
-    """The squared singular values of a matrix, largest first, from its Gram matrix."""
+    """The squared singular values s² of a matrix, largest first, from its Gram matrix."""
     return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
 
 
 def rank_one_share(energies: Energies) -> PerMatrix:
-    """``s₁² / Σ s²``, which is 1 for a matrix of rank 1, and NaN for a zero matrix."""
+    """``s₁² / Σ s²`` of the singular values s: 1 for a matrix of rank 1; NaN for a zero matrix."""
     return energies[..., 0] / energies.sum(-1)
 
 
 def effective_rank(energies: Energies) -> PerMatrix:
-    """``exp(−Σ p log p)`` with ``p = s / Σ s``; NaN for a zero matrix.
+    """``exp(−Σ p log p)`` with ``p = s / Σ s`` of the singular values s; NaN for a zero matrix.
 
     Source: Roy and Vetterli, EUSIPCO 2007.
     """
@@ -231,5 +234,5 @@ def effective_rank(energies: Energies) -> PerMatrix:
 
 
 def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Int[Tensor, "batch part pos"]:
-    """The bin of each value; NaN gets the bin of 0, and callers do not count it."""
+    """The index of each value's bin; NaN gets the bin of 0, and callers do not count it."""
     return torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)

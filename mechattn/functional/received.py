@@ -73,10 +73,10 @@ def visible_counts(
     if edge_mask is None:
         return count
 
-    # A blind query loses the masked keys that it would see, except its own.
-    lost = marked & edge_mask.keys
-    lost_besides_itself = visible_counts(lost, window) - lost.double()
-    return count - edge_mask.queries * lost_besides_itself
+    # A blind query loses the hidden keys that it would see, except its own.
+    hidden_keys = marked & edge_mask.keys
+    lost_count = visible_counts(hidden_keys, window) - hidden_keys.double()
+    return count - edge_mask.queries * lost_count
 
 
 def seeing_queries(
@@ -99,9 +99,10 @@ def seeing_queries(
     count = _seeing_without_cuts(counted, window, include_self)
     if edge_mask is not None:
         # Blind queries do not see these keys, except their own; other queries do.
-        others = _seeing_without_cuts(counted & ~edge_mask.queries, window, include_self)
-        own = counted & edge_mask.queries & include_self
-        count = torch.where(edge_mask.keys, others + own, count)
+        other_queries = counted & ~edge_mask.queries
+        count_of_others = _seeing_without_cuts(other_queries, window, include_self)
+        own_query = counted & edge_mask.queries & include_self
+        count = torch.where(edge_mask.keys, count_of_others + own_query, count)
     return count.float()
 
 
@@ -124,26 +125,26 @@ def received_attention(sums: PerKey, query_counts: CountOfKey) -> PerKey:
     return sums / divisor[:, None]
 
 
-def segment_mean(received: PerKey, member: Members) -> PerSegment:
-    """The mean of a quantity over the keys of each segment, without keys where it is NaN.
+def segment_mean(quantity: PerKey, member: Members) -> PerSegment:
+    """The mean of a quantity over the keys of each segment, leaving out keys where it is NaN.
 
     Args:
-        received: A quantity for each key.
+        quantity: A number for each key.
         member: The keys of each segment.
 
     Returns:
-        Means in the quantity's unit; NaN for a segment without such keys.
+        Means in the quantity's unit; NaN for a segment in which every key is left out.
     """
-    segments = member.to(received.dtype).mT
-    counted = (~received.isnan()).to(received.dtype)
+    member_weights = member.to(quantity.dtype).mT
+    is_defined = (~quantity.isnan()).to(quantity.dtype)
 
-    sums = received.nan_to_num() @ segments
-    counts = counted @ segments
+    sums = quantity.nan_to_num() @ member_weights
+    counts = is_defined @ member_weights
     return sums / counts
 
 
 def segment_means(quantities: Mapping[str, PerKey], member: Members) -> dict[str, PerSegment]:
-    """:func:`segment_mean` of several quantities, in one product to save time.
+    """:func:`segment_mean` of several quantities, computed together to save time.
 
     Args:
         quantities: Quantities for each key, by name; all of the same shape.
@@ -181,31 +182,32 @@ def add_near_sums(
         diagonal = pattern.diagonal(offset, -2, -1)
 
         # The diagonal lacks the first rows if their keys come before the block's, and the first
-        # keys if none of its rows is ``back`` positions after them.
+        # columns if no row is ``back`` positions after them.
         first_row = max(0, -offset)
         rows = first_row + torch.arange(diagonal.shape[-1], device=pattern.device)
-        start = max(0, offset)
-        keys = slice(start, start + len(rows))
+        first_column = max(0, offset)
+        columns = slice(first_column, first_column + len(rows))
 
         weights = counted[:, None, rows].to(pattern.dtype)
-        near[..., keys] += diagonal * weights
+        near[..., columns] += diagonal * weights
 
 
 def value_norms(
     v: Float[Tensor, "batch kv_head key d_head"], factor: Float[Tensor, "head rank d_head"]
 ) -> tuple[PerKey, PerKey]:
-    """The norm of each key's value, ``‖v[k]‖``, and of what each head writes of it, ``‖v[k] W_O‖``.
+    """The norm of each key's value, ``‖v[k]‖``, and of what a head writes of it, ``‖v[k] W_O[h]‖``.
 
     Args:
         v: The value of each key.
         factor: ``output_factor(W_O)`` of each query head.
 
     Returns:
-        The norms of the values, and of what heads would write if they attended to this key alone.
+        For each head, the norms of the values that it reads, and of what it would write if it
+        attended to this key alone.
     """
     heads = len(factor)
     kv_heads = v.shape[1]
-    v = v.to(factor.dtype)
+    values = v.to(factor.dtype)
 
     # The factors of heads that share a value are put side by side, for one product.
     factor_of_group = rearrange(
@@ -214,52 +216,51 @@ def value_norms(
         kv_head=kv_heads,
     )
     written = rearrange(
-        v @ factor_of_group,
+        values @ factor_of_group,
         "batch kv_head key (group rank) -> batch (kv_head group) key rank",
         group=heads // kv_heads,
     )
 
-    value_norm = for_each_head(v.norm(dim=-1), heads)
+    value_norm = for_each_head(values.norm(dim=-1), heads)
     return value_norm, written.norm(dim=-1)
 
 
-def massive(stream: Stream, real: Marked, least: float, ratio: float) -> dict[str, OfSequence]:
-    """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|``.
+def massive(
+    stream: Stream, real: Marked, size_bound: float, ratio_bound: float
+) -> dict[str, OfSequence]:
+    """Massive activations: ``|h| > size_bound`` and ``|h| > ratio_bound · median |h|``.
 
     Args:
-        stream: The residual stream after a layer.
+        stream: The residual stream h after a layer.
         real: Which positions are tokens, and not padding.
-        least: The absolute bound.
-        ratio: The bound relative to the median over the sequence.
+        size_bound: The absolute bound.
+        ratio_bound: The bound relative to the median over the tokens of the sequence.
 
     Returns:
-        For each sequence the number of massive entries, the largest entry divided by the median,
-        and the position of the token that has the largest.
+        For each sequence, "massive_count" is the number of massive entries, "massive_ratio" the
+        largest ``|h|`` divided by the median, and "massive_position" the position of its token.
 
     Source: Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.
     """
-    size = stream.abs().float()
-    median = _medians(size, real)
-    bound = (ratio * median).clamp(min=least)
+    sizes = stream.abs().float()
+    median = _medians(sizes, real)
+    bound = (ratio_bound * median).clamp(min=size_bound)
 
     # Padding is neither the largest nor massive.
     is_padding = ~real[:, :, None]
-    largest = size.masked_fill(is_padding, -1.0).amax(-1)
-    above_bound = (size > bound[:, None, None]).masked_fill(is_padding, False)
-    count = above_bound.sum((1, 2))
+    largest_of_token = sizes.masked_fill(is_padding, -1.0).amax(-1)
+    is_massive = (sizes > bound[:, None, None]).masked_fill(is_padding, False)
+    count = is_massive.sum((1, 2))
 
     return {
         "massive_count": count.float(),
-        "massive_ratio": largest.amax(-1) / median,
-        "massive_position": largest.argmax(-1).float(),
+        "massive_ratio": largest_of_token.amax(-1) / median,
+        "massive_position": largest_of_token.argmax(-1).float(),
     }
 
 
 def _seeing_without_cuts(counted: Counted, window: int | None, include_self: bool) -> CountOfKey:
-    """The number of counted queries that see each key if no edges are cut, as float64.
-
-    The arguments are those of :func:`seeing_queries`.
-    """
+    """The number of counted queries that see each key if no edges are cut, as float64."""
     length = counted.shape[-1]
 
     # The number of counted queries from each position on, which is 0 beyond the end.
@@ -278,17 +279,17 @@ def _seeing_without_cuts(counted: Counted, window: int | None, include_self: boo
     return from_first - from_end
 
 
-def _medians(size: Stream, real: Marked) -> OfSequence:
+def _medians(sizes: Stream, real: Marked) -> OfSequence:
     """The median of each sequence's entries, the lower of the two in the middle."""
-    if size.device.type != "cpu":
+    if sizes.device.type != "cpu":
         # Indexing with ``real`` would wait for the device.
-        nan_at_padding = size.masked_fill(~real[:, :, None], torch.nan)
+        nan_at_padding = sizes.masked_fill(~real[:, :, None], torch.nan)
         return nan_at_padding.flatten(1).nanmedian(-1).values
 
     # The same as torch.median, which takes six times as long on a CPU.
     medians = []
-    for row, is_real in zip(size, real, strict=True):
-        entries = row[is_real].flatten().numpy()
+    for sizes_of_sequence, is_real in zip(sizes, real, strict=True):
+        entries = sizes_of_sequence[is_real].flatten().numpy()
         middle = (entries.size - 1) // 2
         medians.append(np.partition(entries, middle)[middle])
-    return size.new_tensor(np.array(medians))
+    return sizes.new_tensor(np.array(medians))

@@ -15,11 +15,12 @@ VisibleKeys = Bool[Tensor, "#batch 1 query key"]  # which keys each query sees
 
 
 def alibi_slopes(heads: int, largest: float = 8.0) -> PerHead:
-    """ALiBi's slopes: ``2^(−largest · r / P)`` for r = 1, 2 … P.
+    """ALiBi's slopes: ``2^(−largest · rank / power)`` for rank = 1, 2 … power.
 
-    P is the number of heads, rounded up to a power of two. If the number of heads is not a power of
-    two, the slopes of even r come first, then those of odd r, and the last are left out. With
-    ``largest=8`` these are the slopes of Press et al., arXiv:2108.12409, and of their code.
+    ``power`` is the number of heads, rounded up to a power of two. If the number of heads is not a
+    power of two, the slopes of even ranks come first, then those of odd ranks, and the last ones
+    are left out. With ``largest=8`` these are the slopes of Press et al., arXiv:2108.12409, and of
+    their code.
 
     Args:
         heads: The number of heads of a layer.
@@ -63,16 +64,16 @@ def score_parts(
         The content of each query and key, the bias of each key, and the rest of each query.
     """
     heads = q.shape[1]
-    keys_of_content = k - b_k[:, None]
-    keys = for_each_head(keys_of_content, heads).contiguous().mT
+    unbiased_k = k - b_k[:, None]
+    k_columns = for_each_head(unbiased_k, heads).contiguous().mT
 
-    queries_of_content = q - b_q[:, None]
-    content = scale * queries_of_content @ keys
-    bias = scale * (b_q[None, :, None] @ keys)
+    unbiased_q = q - b_q[:, None]
+    content = scale * unbiased_q @ k_columns
+    bias = scale * (b_q[None, :, None] @ k_columns)
 
-    # Every key has the same bias, so the rest needs no axis of keys.
-    key_biases = b_k.repeat_interleave(heads // len(b_k), 0)
-    rest = einsum(q, key_biases, "batch head query d_head, head d_head -> batch head query")
+    # b_K is the same for every key, so the rest needs no axis of keys.
+    b_k_of_heads = b_k.repeat_interleave(heads // len(b_k), 0)
+    rest = einsum(q, b_k_of_heads, "batch head query d_head, head d_head -> batch head query")
     return content, bias, scale * rest[..., None]
 
 
@@ -86,7 +87,8 @@ def centred(part: Float[Tensor, "#batch head #query key"], visible: VisibleKeys)
     Returns:
         Scores whose mean over each query's visible keys is 0.
     """
-    # Even a part that is the same for all queries has a mean for each, over the keys that it sees.
+    # Even a part that is the same for all queries has another mean for each, since each sees other
+    # keys.
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     total = (part * visible).sum(-1, keepdim=True)
     mean = total / count
@@ -101,16 +103,15 @@ def ranked_target(
     Args:
         scores: The scores of each query.
         visible: Which keys each query sees.
-        rank: How many visible keys come before it.
+        rank: How many visible keys of the query have larger scores.
 
     Returns:
         Indices of keys. For a query that sees at most ``rank`` keys, the index is meaningless.
     """
-    seen_scores = scores.masked_fill(~visible, -torch.inf)
+    visible_scores = scores.masked_fill(~visible, -torch.inf)
     if rank == 0:
-        return seen_scores.argmax(-1)
+        return visible_scores.argmax(-1)
 
-    # topk fails if the tensor has fewer keys.
+    # topk fails if there are fewer keys.
     count = min(rank + 1, scores.shape[-1])
-    largest = seen_scores.topk(count, -1)
-    return largest.indices[..., -1]
+    return visible_scores.topk(count, -1).indices[..., -1]

@@ -24,7 +24,7 @@ from mechattn.interventions.intervention import (
 from mechattn.model.patch.keys_values_z import Z, changing_z, check_layers, heads_of
 from mechattn.prompts.token_sequences import CutEdges, TokenSequence
 
-_ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
+_ORIGINAL_SEGMENTS = tuple(name for name in SEGMENTS if name != "inserted")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +56,12 @@ class HeadAblation:
 
     Args:
         heads: (layer, head) pairs, counted from 0.
-        means: Each head's mean output, which replaces its output. By default 0 does, although a
-            model rarely has such outputs.
+        means: Each head's mean output, which replaces its output. By default 0 replaces it,
+            although a model rarely has such outputs.
 
     Raises:
-        OptionError: ``heads`` is empty or does not consist of pairs, or ``means`` is something
-            else.
+        OptionError: ``heads`` is empty or does not consist of pairs, or ``means`` is not what
+            :func:`mechattn.head_means` returns.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -99,17 +99,17 @@ class HeadAblation:
         def ablate(layer: int, z: Z) -> Z:
             z = z.clone()
             rows = target().rows.to(z.device)
-            outputs = z.new_zeros(z.shape[2:])
+            replacements = z.new_zeros(z.shape[2:])
             if self.means is not None:
-                outputs = self.means.by_layer[layer].to(z)
-            if outputs.shape != z.shape[2:]:
+                replacements = self.means.by_layer[layer].to(z)
+            if replacements.shape != z.shape[2:]:
                 raise OptionError(
-                    f"the means of layer {layer} have the shape {list(outputs.shape)}, but its"
+                    f"the means of layer {layer} have the shape {list(replacements.shape)}, but its"
                     f" outputs have {list(z.shape[2:])} [head d_head]: the means come from another"
                     " model"
                 )
             for head in heads_by_layer[layer]:
-                z[rows, :, head] = outputs[head]
+                z[rows, :, head] = replacements[head]
             return z
 
         return changing_z(model, {layer: partial(ablate, layer) for layer in heads_by_layer})
@@ -131,12 +131,12 @@ class AttentionKnockout:
         layers: The layers, counted from 0; all by default.
 
     Raises:
-        OptionError: A segment does not exist.
+        OptionError: A segment does not exist, or no segment is given.
 
     Source: arXiv:2304.14767.
     """
 
-    queries: str | tuple[str, ...] = _ORIGINAL
+    queries: str | tuple[str, ...] = _ORIGINAL_SEGMENTS
     keys: str | tuple[str, ...] = "inserted"
     layers: int | tuple[int, ...] | None = None
 
@@ -164,8 +164,8 @@ class AttentionKnockout:
 
         queries = _in_segments(sequence, self.queries)
         keys = _in_segments(sequence, self.keys)
-        keys_before = keys.cumsum(0) - keys.long()  # how many hidden keys precede each token
-        if not (queries & (keys_before > 0)).any():
+        earlier_keys = keys.cumsum(0) - keys.long()  # how many hidden keys precede each token
+        if not (queries & (earlier_keys > 0)).any():
             raise OptionError(
                 f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys}"
                 " in this sequence"
@@ -179,5 +179,5 @@ class AttentionKnockout:
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
     """Which tokens belong to one of these segments."""
-    numbers = [SEGMENTS.index(segment) for segment in as_tuple(segments)]
-    return torch.isin(sequence.segment, torch.tensor(numbers, device=sequence.segment.device))
+    indices = [SEGMENTS.index(segment) for segment in as_tuple(segments)]
+    return torch.isin(sequence.segment, torch.tensor(indices, device=sequence.segment.device))

@@ -20,7 +20,7 @@ from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain
 
 Activations = Float[Tensor, "row pos d_mlp"]
 _WIDTH_OF_QWEN_7B = 3584  # d_model of Qwen2.5-Math-7B; the 1.5B model has 1,536
-# Activations that are moved together: the random number of each takes 8 bytes, so 32 MiB.
+# Activations that are moved together. The random numbers take 8 bytes each, 32 MiB in all.
 _ENTRIES_AT_ONCE = 2**22
 
 
@@ -115,16 +115,16 @@ class ARM:
             )
 
         family = str(getattr(config, "model_type", ""))
-        published: dict[str, Any] = {}
+        released: dict[str, Any] = {}
         if family.startswith("llama"):
-            published = {"form": "released_llama", "c": 0.32, "p1": 90.0}
+            released = {"form": "released_llama", "c": 0.32, "p1": 90.0}
         elif family.startswith("gemma"):
-            published = {"form": "gemma", "c": 0.25, "p1": 85.0}
+            released = {"form": "gemma", "c": 0.25, "p1": 85.0}
         elif family.startswith("qwen2"):
-            published = {"form": "released_qwen2", "c": 0.13, "p1": 99.5}
+            released = {"form": "released_qwen2", "c": 0.13, "p1": 99.5}
             if config.hidden_size >= _WIDTH_OF_QWEN_7B:
-                published |= {"c": 0.1, "p1": 95.0}
-        return cls(**(published | options))
+                released |= {"c": 0.1, "p1": 95.0}
+        return cls(**(released | options))
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -145,14 +145,15 @@ class ARM:
             positions = tokens.positions.to(post.device)
             activations = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
 
-            # Statistics of the whole tensor need all rows at once.
+            # Statistics of the whole tensor need all rows at once. A step of 0 rows is no range.
             rows_at_once = max(1, len(rows))
             if self.scope == "token":
                 rows_at_once = max(1, _ENTRIES_AT_ONCE // activations[0].numel())
             for start in range(0, len(rows), rows_at_once):
                 block = slice(start, start + rows_at_once)
-                activations[rows[block]] = self._moved(
-                    activations[rows[block]], layer, tokens.prompts[block], positions[block]
+                block_rows = rows[block]
+                activations[block_rows] = self._moved(
+                    activations[block_rows], layer, tokens.prompts[block], positions[block]
                 )
             return activations.reshape(post.shape)
 

@@ -26,7 +26,8 @@ class Target:
 
     rows: Int[Tensor, " row"]  # of the batch
     prompts: tuple[str, ...]  # the id of each row's prompt
-    # The index of each token in the baseline sequence; negative for inserted tokens and padding.
+    # The index of each token in the baseline sequence, which generated tokens continue; negative
+    # for inserted tokens and padding.
     positions: Int[Tensor, "row pos"]
     # The index of each token's segment in SEGMENTS; negative for padding and generated tokens; None
     # if the segments are not known.
@@ -56,9 +57,9 @@ def as_tuple(one_or_several: Any) -> tuple[Any, ...]:
     return tuple(one_or_several)
 
 
-def is_head(where: Any) -> bool:
+def is_head(pair: Any) -> bool:
     """Whether this is a (layer, head) pair of whole numbers."""
-    match where:
+    match pair:
         case (Integral(), Integral()):
             return True
     return False
@@ -118,8 +119,8 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
     with holding(model):
         intervention.check(model, tuple(prompts))
         current_positions: Tensor | None = None
-        inner = original_of(model) or model
-        forward = inner.forward
+        inner_model = original_of(model) or model
+        forward = inner_model.forward
 
         # This replaces forward, since a hook would not fire for callers that call forward directly.
         # ``wraps`` keeps the signature: transformers' generate passes positions only to a forward
@@ -129,7 +130,7 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
             nonlocal current_positions
             parameters = signature(forward).parameters
             inputs = dict(zip(parameters, arguments, strict=False)) | options
-            current_positions = _positions(inner, inputs)
+            current_positions = _positions(inner_model, inputs)
             return forward(*arguments, **options)
 
         def target() -> Target:
@@ -137,15 +138,15 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
             rows = len(current_positions)
             if prompts and len(prompts) != rows:
                 raise OptionError(
-                    f"{len(prompts)} prompt ids were given, but the model reads {rows} rows: "
-                    "give one for each row"
+                    f"{len(prompts)} prompt ids were given for a batch of {rows}: give one for each"
+                    " row"
                 )
-            ids = tuple(prompts) or ("",) * rows  # all rows share one id
+            ids = tuple(prompts) or ("",) * rows
             row_numbers = torch.arange(rows, device=current_positions.device)
             return Target(row_numbers, ids, current_positions)
 
-        recording = attribute_set(inner, "forward", forward_with_positions)
-        with recording, intervention.acting(model, target):
+        recording_positions = attribute_set(inner_model, "forward", forward_with_positions)
+        with recording_positions, intervention.acting(model, target):
             yield
 
 
@@ -154,9 +155,8 @@ def _tensors_in(nested: Any) -> Iterator[Tensor]:
     if isinstance(nested, Tensor):
         yield nested
         return
-    if isinstance(nested, Mapping):
-        nested = nested.values()
-    for member in nested:
+    members = nested.values() if isinstance(nested, Mapping) else nested
+    for member in members:
         yield from _tensors_in(member)
 
 
@@ -170,14 +170,14 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
         model: The model of transformers, or the ``HookedTransformer``, whose ``forward`` is called.
         inputs: The arguments of ``forward`` by their names.
     """
-    tokens = next(iter(inputs.values()))  # for a forward whose tokens have another name
+    tokens = next(iter(inputs.values()))  # if the forward has another name for its tokens
     for name in ("input_ids", "input", "inputs_embeds"):
         if inputs.get(name) is not None:
             tokens = inputs[name]
             break
     if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
-        reading = {name: inputs[name] for name in ("prepend_bos", "padding_side") if name in inputs}
-        tokens = model.to_tokens(tokens, **reading)
+        options = {name: inputs[name] for name in ("prepend_bos", "padding_side") if name in inputs}
+        tokens = model.to_tokens(tokens, **options)
     if tokens.ndim == 1:
         tokens = tokens[None]
     rows, length = tokens.shape[:2]
@@ -192,13 +192,13 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
     if positions is None and has_mask:
         positions = mask.long().cumsum(-1)[:, -length:] - 1
     if positions is None:
-        past = 0
+        cached_length = 0
         cache = inputs.get("past_key_values")
         if cache is not None:
-            past = int(cache.get_seq_length())
+            cached_length = int(cache.get_seq_length())
         if hooked_cache is not None:
-            past = int(hooked_cache[0].past_keys.shape[1])
-        positions = past + torch.arange(length, device=tokens.device)
+            cached_length = int(hooked_cache[0].past_keys.shape[1])
+        positions = cached_length + torch.arange(length, device=tokens.device)
 
     positions = positions.expand(rows, -1)
     if has_mask:

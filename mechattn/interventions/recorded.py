@@ -1,12 +1,13 @@
-"""Interventions with activations of another run.
+"""Interventions with activations of another run, or with chosen numbers.
 
-They apply the affine map of inserted tokens, or the keys and values of a segment.
+They apply an affine map to the heads' outputs, or exchange the keys and values of a segment.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,16 +54,15 @@ class Affine(NamedTuple):
     shift: Float[Tensor, "head original d_head"]  # Σσ, before W_O
 
 
-class _AffineMap:
-    """Scales and shifts the output of each head.
-
-    A subclass defines ``_map``, which gives the scale, the shift and the tokens to change for a
-    layer, a prompt and positions.
-    """
+class _AffineMap(ABC):
+    """Scales and shifts the output of each head."""
 
     layers: int | tuple[int, ...]
     parts: AffineParts
-    _map: Callable[[int, str, Positions], TokenMap]
+
+    @abstractmethod
+    def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
+        """λ and Σσ of the tokens at these positions, and which of these tokens they change."""
 
     def __post_init__(self) -> None:
         check_choice(AffineParts, parts=self.parts)
@@ -84,14 +84,14 @@ class _AffineMap:
             tokens = target()
             positions = tokens.positions.to(z.device)
             for index, row in enumerate(tokens.rows.tolist()):
-                scale, shift, is_changed = self._map(layer, tokens.prompts[index], positions[index])
-                unchanged = in_working_dtype(z[row])
-                changed = unchanged
+                scale, shift, is_mapped = self._map(layer, tokens.prompts[index], positions[index])
+                outputs = in_working_dtype(z[row])
+                mapped_outputs = outputs
                 if self.parts != "shift":
-                    changed = scale.to(unchanged) * changed
+                    mapped_outputs = scale.to(outputs) * mapped_outputs
                 if self.parts != "scale":
-                    changed = changed + shift.to(unchanged)
-                z[row] = torch.where(is_changed[:, None, None], changed, unchanged)
+                    mapped_outputs = mapped_outputs + shift.to(outputs)
+                z[row] = torch.where(is_mapped[:, None, None], mapped_outputs, outputs)
             return z
 
         return changing_z(model, {layer: partial(affine, layer) for layer in self.layer_numbers})
@@ -110,11 +110,11 @@ class _AffineMap:
 class AffineAttention(_AffineMap):
     """Apply ``z → λ · z + Σσ`` with chosen numbers to the output (before W_O) of each head.
 
-    Only original tokens are changed. :func:`mechattn.record_affine` gives measured numbers instead.
+    Inserted tokens stay unchanged. :func:`mechattn.record_affine` measures these numbers instead.
 
     Args:
-        scale: λ for all tokens: one number, or one per head.
-        shift: Σσ for all tokens: one number, or [head d_head].
+        scale: λ for all original and generated tokens: one number, or [head].
+        shift: Σσ for these tokens: one number, [head 1] or [head d_head].
         layers: One or several layers, counted from 0.
         parts: Which part to apply: "scale", "shift" or "both".
 
@@ -123,7 +123,7 @@ class AffineAttention(_AffineMap):
     """
 
     scale: float | Float[Tensor, " head"] = 1.0
-    shift: float | Float[Tensor, "head d_head"] = 0.0
+    shift: float | Float[Tensor, "head width"] = 0.0
     layers: int | tuple[int, ...] = 0
     parts: AffineParts = "both"
 
@@ -139,25 +139,28 @@ class AffineAttention(_AffineMap):
         """Refuse layers that don't exist, and a scale or shift with the wrong axes."""
         check_layers(model, self.layer_numbers)
         heads = heads_of(model)
-        for name, value, axes in (
-            ("scale", self.scale, ("head",)),
-            ("shift", self.shift, ("head", "d_head")),
-        ):
-            shape = torch.as_tensor(value).shape
-            if shape and (len(shape) != len(axes) or shape[0] != heads):
-                raise OptionError(
-                    f"{name} has the shape {tuple(shape)}; give a number, or [{' '.join(axes)}] of"
-                    f" {heads} heads"
-                )
+        scale_shape = torch.as_tensor(self.scale).shape
+        if scale_shape not in ((), (heads,)):
+            raise OptionError(
+                f"scale has the shape {tuple(scale_shape)}; give a number, or [head] of {heads}"
+                " heads"
+            )
 
+        shift_shape = torch.as_tensor(self.shift).shape
+        if not shift_shape:
+            return
+        if len(shift_shape) != 2 or shift_shape[0] != heads:
+            raise OptionError(
+                f"shift has the shape {tuple(shift_shape)}; give a number, or [head d_head] of"
+                f" {heads} heads"
+            )
         # The width of z is that of W_O by head, which a model of transformers does not have.
-        shift_width = torch.as_tensor(self.shift).shape[1:]
-        if shift_width and hasattr(model, "hook_dict"):
+        if hasattr(model, "hook_dict"):
             with suppress(ModelError):
-                width = output_weights(model, self.layer_numbers[0]).shape[1:2]
-                if shift_width != width:
+                d_head = output_weights(model, self.layer_numbers[0]).shape[1]
+                if shift_shape[1] not in (1, d_head):
                     raise OptionError(
-                        f"shift has {shift_width[0]} numbers per head; give d_head = {width[0]}"
+                        f"shift has {shift_shape[1]} numbers per head; give d_head = {d_head}, or 1"
                     )
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
@@ -195,19 +198,20 @@ class RecordedAffine(_AffineMap):
         """Refuse layers that don't exist, and layers or prompts that were not recorded."""
         check_layers(model, self.layer_numbers)
         _check_recorded_prompts(prompts, self.recorded, "record_affine")
-        _check_recorded_layers(self.layer_numbers, self.recorded[prompts[0]])
+        for prompt in prompts:
+            _check_recorded_layers(self.layer_numbers, self.recorded[prompt])
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
         recorded = self.recorded[prompt][layer]
         length = recorded.scale.shape[1]
 
-        # A pass with a cache may read only tokens after the prompt, without position 0: then their
-        # count does not show the prompt's length.
+        # A pass that starts at position 0 reads the whole prompt. A later pass with a cache may
+        # read only tokens after it, whose count does not show the prompt's length.
         count = int((positions >= 0).sum())
         if (positions == 0).any() and count != length:
             raise OptionError(
-                f"prompt {prompt!r} has {count} tokens here but had {length} when recorded, "
-                "so it is a different prompt"
+                f"prompt {prompt!r} has {count} tokens here but had {length} when recorded,"
+                " so it is a different prompt"
             )
 
         # Tokens that were not recorded, such as generated ones, stay unchanged.
@@ -228,8 +232,8 @@ class KeysValues:
     :func:`mechattn.record_keys_values` returns them.
 
     Args:
-        by_prompt: Keys and values by prompt, layer, and "k" or "v", before RoPE and norms [pos
-            width]. The heads are concatenated.
+        by_prompt: Keys and values [pos width] by prompt, layer, and "k" or "v", before RoPE and
+            norms. The heads are concatenated.
         segment: The recorded segment.
         description: Where they come from, in words.
         sources: For each prompt, the prompt whose keys and values it gets. By default each gets its
@@ -254,12 +258,13 @@ class KeysValues:
                 "only one prompt was recorded, so there is no other prompt to take keys and values "
                 "from"
             )
-        order = random.Random(f"sources {seed}").sample(sorted(self.by_prompt), len(self.by_prompt))
-        # Each prompt gets those of the next in a ring, so none gets its own.
-        following = [*order[1:], order[0]]
+        rng = random.Random(f"sources {seed}")
+        ring = rng.sample(sorted(self.by_prompt), len(self.by_prompt))
+        # Each prompt gets those of the next in the ring, so none gets its own.
+        next_in_ring = [*ring[1:], ring[0]]
         return replace(
             self,
-            sources=dict(zip(order, following, strict=True)),
+            sources=dict(zip(ring, next_in_ring, strict=True)),
             description=f"{self.description}, each from another prompt (seed {seed})",
         )
 
@@ -332,10 +337,10 @@ class KVPatch:
         """
         check_layers(model, self.layer_numbers)
         if hasattr(model, "hook_dict"):  # models of transformers have none
-            attending = len(attention_layers(model))
-            if attending < model.cfg.n_layers:
+            attending_count = len(attention_layers(model))
+            if attending_count < model.cfg.n_layers:
                 raise OptionError(
-                    f"{model.cfg.model_name} has attention in {attending} of "
+                    f"{model.cfg.model_name} has attention in {attending_count} of "
                     f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content, "
                     "so exchanging keys and values would not replace it"
                 )
@@ -355,8 +360,8 @@ class KVPatch:
 
     @contextmanager
     def acting(self, model: Any, target: CurrentTarget) -> Iterator[None]:
-        """Exchange keys and values at the segment's tokens inside a ``with`` block, and restore the
-        outputs of these tokens to those of the first pass.
+        """Exchange keys and values at the segment's tokens inside a ``with`` block, and give these
+        tokens the outputs of the first pass.
         """
         # ``reads_first`` makes the engine read each batch twice. The hook of z stores the output of
         # the first pass, and fires after the hooks of keys and values. So a layer without a stored
@@ -364,7 +369,7 @@ class KVPatch:
         first_outputs: dict[int, Tensor] = {}  # by layer, at the segment's tokens, before W_O
 
         def exchange(layer: int, part: Part, x: Float[Tensor, "batch pos width"]) -> Tensor:
-            """In the second pass, put in the other run's keys or values at these tokens."""
+            """In the second pass, put the other run's keys or values at these tokens."""
             tokens = target()
             mask = self._acts_on(tokens, x)
             is_first_pass = layer not in first_outputs
@@ -375,7 +380,7 @@ class KVPatch:
             recorded = torch.cat([self.from_.by_prompt[source][layer][part] for source in sources])
             return x.masked_scatter(mask[..., None], recorded.to(x))
 
-        def keep(layer: int, z: Z) -> Tensor:
+        def store_or_restore(layer: int, z: Z) -> Tensor:
             """Store the outputs at these tokens in the first pass; restore them in the second."""
             mask = self._acts_on(target(), z)
             if not mask.any():
@@ -386,9 +391,10 @@ class KVPatch:
             return z.masked_scatter(mask[..., None, None], first_outputs[layer])
 
         exchanges = {layer: partial(exchange, layer) for layer in self.layer_numbers}
-        later_layers = range(min(self.layer_numbers), len(blocks_of(model)))
-        keeps = {layer: partial(keep, layer) for layer in later_layers}
-        with changing_keys_values(model, exchanges), changing_z(model, keeps):
+        # The exchange changes the outputs of its first layer and of all layers after it.
+        changed_layers = range(min(self.layer_numbers), len(blocks_of(model)))
+        restorations = {layer: partial(store_or_restore, layer) for layer in changed_layers}
+        with changing_keys_values(model, exchanges), changing_z(model, restorations):
             yield
 
     def _acts_on(
@@ -408,7 +414,7 @@ class KVPatch:
     def __repr__(self) -> str:
         return f"KVPatch({self.segment!r}, from_={self.from_!r}, layers={self.layer_numbers})"
 
-    on = on  # refuses in words, since tokens have no segments outside a run
+    on = on  # its first pass is refused, since tokens have no segments outside a run
 
 
 def _check_recorded_prompts(
@@ -422,11 +428,11 @@ def _check_recorded_prompts(
         recorder: The name of the function that records, for the message.
     """
     reason = f"this intervention acts only on the prompts that {recorder} recorded"
+    if not prompts:
+        raise OptionError(f"name the prompts: {reason}")
     for prompt in prompts:
         if prompt not in recorded:
             raise OptionError(f"prompt {prompt!r} was not recorded: {reason}")
-    if not prompts:
-        raise OptionError(f"name the prompts: {reason}")
 
 
 def _check_recorded_layers(layers: Sequence[int], recorded: Collection[int]) -> None:

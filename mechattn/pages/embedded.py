@@ -16,8 +16,8 @@ from mechattn.render.html_views import in_script, squeezed, view_script
 
 Kind = Literal["f4", "f2", "u2"]
 Packed = dict[str, Any]
-# The most numbers of an array in single precision, which then takes 1 MB. Larger arrays are stored
-# in half precision.
+# The most numbers that an array may have in single precision, which then takes 1 MB. Larger arrays
+# are stored in half precision.
 EXACT = 250_000
 # In half precision numbers are multiplied by this, so that probabilities down to 6e-8 keep all
 # eleven bits.
@@ -60,7 +60,7 @@ def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
         numbers = numbers * SCALE
     elif kind == "u2":
         numbers = np.nan_to_num(numbers)
-    content = np.ascontiguousarray(numbers.astype(f"<{kind}")).tobytes()
+    content = numbers.astype(f"<{kind}").tobytes()
     data = base64.b64encode(content).decode()
     return {"shape": list(numbers.shape), "kind": kind, "data": data}
 
@@ -76,12 +76,15 @@ def template(name: str) -> str:
 
 
 def joined(modules: dict[str, str]) -> str:
-    """Join ES modules into one script, as a page that is opened from a file cannot import modules.
+    """Join ES modules into one script, since a page that is opened from a file cannot import any.
 
     Each module is in a function of its own, so that they share no names.
 
     Args:
         modules: The text of each module by its name, each after those that it imports.
+
+    Returns:
+        A script that sets ``nameModule`` to the exports of each module.
     """
     functions = []
     for name, text in modules.items():

@@ -117,8 +117,7 @@ class ShownModel:
             except MemoryOptionError:
                 raise
             except OptionError as error:  # such as too few prompts for an interval
-                problem = f"no verdict, since {error}"
-                rows.append(PictureRow(name, condition, None, problem))
+                rows.append(PictureRow(name, condition, None, f"no verdict, since {error}"))
         return rows
 
     @property
@@ -180,9 +179,7 @@ class Picture:
         # The end is half a step further, so that rounding cannot remove the last label.
         for value in np.arange(self.start, self.end + self.step / 2, self.step):
             is_zero = abs(value) <= self.step / 2
-            label = "0"
-            if not is_zero:
-                label = f"{percent_number(value, '+.4g')}\u00a0%"
+            label = "0" if is_zero else f"{percent_number(value, '+.4g')}\u00a0%"
             ticks.append((self.place(value), label))
         return ticks
 
@@ -211,7 +208,8 @@ def captions(results: Sequence[Result]) -> list[str]:
 def picture(rows: Sequence[PictureRow]) -> Picture | None:
     """The rows on an axis that contains 0 and all intervals; None if no row has a verdict.
 
-    The axis has at most ``MOST_TICKS`` labels, unless the largest of ``TICK_STEPS`` gives more.
+    The labels are as close as ``TICK_STEPS`` and ``MOST_TICKS`` allow. The largest step may give
+    more labels.
     """
     intervals = [row.verdict.change for row in rows if row.verdict is not None]
     if not intervals:
@@ -226,7 +224,7 @@ def picture(rows: Sequence[PictureRow]) -> Picture | None:
             break
     start = float(first * step)
     end = float(last * step)
-    return Picture(rows, start, max(end, start + step), step)
+    return Picture(rows, start, max(end, start + step), step)  # at least one step
 
 
 def change_sentence(rows: Sequence[PictureRow]) -> str:
@@ -245,28 +243,30 @@ def change_sentence(rows: Sequence[PictureRow]) -> str:
         row.verdict.change for row in rows if row.verdict is not None and row.condition == condition
     ]
     unsure_count = sum(_direction([interval]) == "unclear" for interval in intervals)
-    unsure = UNSURE if unsure_count else ""
+    unsure_words = UNSURE if unsure_count else ""
     if len(intervals) == 1:
-        amount = percent_words(intervals[0])
-        return SENTENCES["one model"].format(condition=condition, amount=amount, unsure=unsure)
+        return SENTENCES["one model"].format(
+            condition=condition, amount=percent_words(intervals[0]), unsure=unsure_words
+        )
 
     if unsure_count:
-        unsure += f" in {unsure_count} of them"
+        unsure_words += f" in {unsure_count} of them"
     direction = _direction(intervals)
     estimates = np.array([interval.estimate for interval in intervals])
-    amount = _range_words(estimates, "+.1f")
-    if direction != "unclear":
+    if direction == "unclear":
+        amount = _range_words(estimates, "+.1f")
+    else:
         amount = _range_words(abs(estimates), ".1f")  # the sentence says "more" or "less"
     return SENTENCES[direction].format(
-        condition=condition, amount=amount, models=len(intervals), unsure=unsure
+        condition=condition, amount=amount, models=len(intervals), unsure=unsure_words
     )
 
 
 def control_sentence(models: Sequence[ShownModel]) -> str:
-    """How each model's first condition differs from its matched control, as a sentence for each
-    pair of names.
+    """How each model's first condition differs from its matched control.
 
-    Models without a control, or without a verdict on one of the two, are left out.
+    There is a sentence for each pair of a condition and a control. Models without a control, or
+    without a verdict on one of the two, are left out.
     """
     differences: dict[tuple[str, str], list[Interval]] = {}  # by condition and control
     for model in models:
@@ -280,10 +280,9 @@ def control_sentence(models: Sequence[ShownModel]) -> str:
         amount = percent_words(intervals[0])
         if len(intervals) > 1:
             amount = _counted_directions(intervals)
-        sentence = SENTENCES["control"].format(
-            condition=condition, control=control_name, amount=amount
+        sentences.append(
+            SENTENCES["control"].format(condition=condition, control=control_name, amount=amount)
         )
-        sentences.append(sentence)
     return " ".join(sentences)
 
 
@@ -318,8 +317,8 @@ def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
     results = [model.result for model in models]
     first_tokens = [first_token_words(result, result.shown_condition()) for result in results]
     if len(models) > 1:
-        named_words = zip(captions(results), first_tokens, strict=True)
-        first_tokens = [f"{caption}: {words}" for caption, words in named_words if words]
+        captioned_words = zip(captions(results), first_tokens, strict=True)
+        first_tokens = [f"{caption}: {words}" for caption, words in captioned_words if words]
     return list(filter(None, [*budget, *first_tokens, received]))
 
 
@@ -338,8 +337,8 @@ def shown_conditions(result: Result) -> list[str]:
 
 
 def budget_answer(result: Result) -> list[str]:
-    """How the question's attention to itself changes with the first condition, and what the
-    inserted tokens take with it and with its control.
+    """How the question's attention to itself changes with the first condition and its control, and
+    what the inserted tokens take with each.
 
     Empty if the result has no attention budget, or only the baseline.
     """
@@ -350,8 +349,7 @@ def budget_answer(result: Result) -> list[str]:
     sentences = [own_attention_sentence(result, conditions[0])]
     for name in conditions:
         # A third sentence, on the causes, is left to the figure below.
-        main_sentences = budget_sentences(result, name)[:2]
-        sentences.append(" ".join(main_sentences))
+        sentences.append(" ".join(budget_sentences(result, name)[:2]))
     return sentences
 
 
@@ -407,7 +405,7 @@ def _range_words(changes: np.ndarray, form: str) -> str:
 def _counted_directions(intervals: Sequence[Interval]) -> str:
     """The range of the changes, and in how many models each direction is clear."""
     counts = Counter(_direction([interval]) for interval in intervals)
-    count_words = ", ".join(
+    counted_words = ", ".join(
         f"{words} in {counts[direction]}"
         for direction, words in DIRECTION_WORDS.items()
         if direction in counts
@@ -415,4 +413,4 @@ def _counted_directions(intervals: Sequence[Interval]) -> str:
     estimates = [interval.estimate for interval in intervals]
     lowest = percent(min(estimates))
     highest = percent(max(estimates))
-    return f"{lowest} to {highest} ({count_words} of {len(intervals)} models)"
+    return f"{lowest} to {highest} ({counted_words} of {len(intervals)} models)"

@@ -209,12 +209,12 @@ def subtitle(results: Sequence[Result]) -> str:
     """The subtitle of a page of results: the number of prompts, what the first condition and its
     control insert, and whether prompts are much alike."""
     prompt_counts = sorted({result["sequences"].sizes["prompt"] for result in results})
-    subject = "Attention"
+    topic = "Attention"
     if any(len(result.conditions) > 1 for result in results):
-        subject = "Attention with and without inserted tokens"
+        topic = "Attention with and without inserted tokens"
     counts = ", ".join(map(str, prompt_counts))
     noun = "prompt" if prompt_counts == [1] else "prompts"
-    sentences = [f"{subject}, {counts} {noun}."]
+    sentences = [f"{topic}, {counts} {noun}."]
     sentences += map(_inserted_words, results)
     sentences += map(alike_words, results)
     return " ".join(filter(None, dict.fromkeys(sentences)))
@@ -222,13 +222,13 @@ def subtitle(results: Sequence[Result]) -> str:
 
 def concepts(results: Sequence[Result]) -> list[str]:
     """The files of the docs that explain what was measured and how it was compared."""
-    measured = set(chain.from_iterable(result.datasets for result in results))
-    names = [name for name, analyses in CONCEPTS.items() if measured.intersection(analyses)]
+    analysis_names = set(chain.from_iterable(result.datasets for result in results))
+    names = [name for name, analyses in CONCEPTS.items() if analysis_names.intersection(analyses)]
     return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested values as rows of a label and a text, where the label joins the names by spaces.
+    """Nested values as rows of a label and a text. The label joins the nested names by spaces.
 
     Args:
         values: The values by name.
@@ -268,6 +268,7 @@ def _template_values(
 
     results = [model.result for model in models]
     rows = picture_rows(models)
+    verdicts = [sentence for model in models for sentence in verdict_sentences(model)]
     provenance_rows: list[tuple[str, str]] = []
     for result in results:
         provenance_rows += flat(result.provenance)
@@ -287,7 +288,7 @@ def _template_values(
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "rows": rows,
         "picture": picture(rows),
-        "verdicts": list(chain.from_iterable(map(verdict_sentences, models))),
+        "verdicts": verdicts,
         "models": models,
         "lead_sections": [section for section in sections if section.leads],
         "sections": [section for section in sections if not section.leads],
@@ -298,7 +299,7 @@ def _template_values(
 
 
 def _drawn_sections(
-    subject: str, drawn: Result | Sequence[Result], figures: Figures
+    subject: str, results: Result | Sequence[Result], figures: Figures
 ) -> tuple[list[Section], list[str]]:
     """The sections of the figures with one subject, and a refusal for each of these figures that
     cannot be drawn.
@@ -306,7 +307,7 @@ def _drawn_sections(
     Args:
         subject: "result" for the figures that draw one result, or "results" for those that draw
             several together.
-        drawn: The result, or the results that are drawn together.
+        results: The result, or the results that are drawn together.
         figures: Figures with their options. Those with another subject are left out.
     """
     sections = []
@@ -315,7 +316,7 @@ def _drawn_sections(
         if FIGURES[draw.__name__].subject != subject:
             continue
         try:
-            sections.append(drawn_section(draw, drawn, options))
+            sections.append(drawn_section(draw, results, options))
         except MemoryOptionError:
             raise
         except OptionError as error:
@@ -348,12 +349,10 @@ def _condition_words(kind: str, options: Mapping[str, Any]) -> str:
     count = options.get("count")
     if place is None or not count:
         return ""
-    tokens = "1 token"
-    if count > 1:
-        tokens = f"{count} tokens"
+    counted = "1 token" if count == 1 else f"{count} tokens"
     text = options.get("text", options.get("word"))
     if isinstance(text, str):
-        return f"{tokens} of “{visible(plain(text))}” {place}"
+        return f"{counted} of “{visible(plain(text))}” {place}"
     if kind in RANDOM_TOKENS:
-        return f"{tokens} of {RANDOM_TOKENS[kind]} {place}"
-    return f"{tokens} {place}"  # such as Counting, or a class of the user
+        return f"{counted} of {RANDOM_TOKENS[kind]} {place}"
+    return f"{counted} {place}"  # such as Counting, or a class of the user

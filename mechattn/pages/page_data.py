@@ -78,11 +78,10 @@ MISSING = {
 
 def page_json(models: Sequence[ShownModel]) -> str:
     """The data of all models of a page, each with its caption, as compressed JSON."""
-    model_names = captions([model.result for model in models])
-    data = [
-        {"name": name} | model_data(model) for name, model in zip(model_names, models, strict=True)
-    ]
-    return squeezed(json.dumps({"models": data}, separators=(",", ":"), allow_nan=False))
+    names = captions([model.result for model in models])
+    data = [{"name": name} | model_data(model) for name, model in zip(names, models, strict=True)]
+    text = json.dumps({"models": data}, separators=(",", ":"), allow_nan=False)
+    return squeezed(text)
 
 
 def check_memory(result: Result) -> None:
@@ -100,24 +99,25 @@ def model_data(model: ShownModel) -> dict[str, Any]:
 
     Returns:
         The ``conditions``, ``layers`` and number of ``heads`` of the map, and ``start``: the layer
-        and head that are selected when the page opens, or None for the head that differs most. In
-        ``quantities`` what :func:`head_values` returns for each quantity, and in
-        ``lacking`` the reason for each quantity without values. Then ``curves``, ``texts`` and
-        ``patterns``. In the last, ``from_separate_run`` says whether another run measured them.
+        and head that are selected when the page opens, or None for the head that differs most.
+        ``quantities`` has what :func:`head_values` returns for each quantity, and
+        ``without_values`` the reason for each quantity that has no values. Then ``curves``,
+        ``texts`` and ``patterns``; the last has ``from_separate_run``, whether another run measured
+        them.
     """
     result = model.result
     layers = measured_layers(result)
     quantity_names = head_quantities(result)
-    heads = int(result.provenance["model"]["heads"]) if quantity_names else 0
+    heads = result.provenance["model"]["heads"]
 
     start = model.start
     if start is not None:
         start_layer, start_head = start
         if start_layer not in layers or start_head >= heads:
-            start = None
+            start = None  # the map has no such head
 
     quantities = []
-    lacking = {}
+    without_values = {}
     with warnings.catch_warnings():
         # Comparisons warn of heads that are left out, which are empty on the map.
         warnings.simplefilter("ignore")
@@ -126,7 +126,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
             if quantity["values"]:
                 quantities.append(quantity)
             else:
-                lacking[name] = next(iter(quantity["missing"].values()))
+                without_values[name] = next(iter(quantity["missing"].values()))
 
     patterns = head_patterns(result if model.maps is None else model.maps)
     patterns["from_separate_run"] = model.maps is not None
@@ -136,7 +136,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
         "heads": heads,
         "start": start,
         "quantities": quantities,
-        "lacking": lacking,
+        "without_values": without_values,
         "curves": head_curves(result),
         "texts": head_texts(result),
         "patterns": patterns,
@@ -198,19 +198,18 @@ def head_curves(result: Result) -> dict[str, Any]:
     """Received attention of every head by original position, in each condition, with its null.
 
     Returns:
-        In ``mean`` the means over prompts and in ``relative_half_width`` half the widths of their
-        intervals, as fractions of the means [condition, layer, head, key]. In ``n`` the number of
-        prompts and in ``null`` uniform attention [condition, layer, key]. In ``shares``, for each
-        condition with a dilution null, that null as a fraction of the baseline's mean
-        [layer, head, key]. In ``inserted`` what inserted tokens receive, by condition. In
-        ``segments`` the segments of the baseline and in ``question`` the start of its question. In
-        ``prompts`` the number of prompts, and in ``bands`` what the intervals are, in words.
+        ``mean`` has the means over prompts, and ``relative_half_width`` half the widths of their
+        intervals as fractions of the means, both [condition, layer, head, key]. ``n`` has the
+        number of prompts and ``null`` uniform attention, both [condition, layer, key]. ``shares``
+        has, for each condition with a dilution null, that null as a fraction of the baseline's mean
+        [layer, head, key], and ``inserted``, by condition, what inserted tokens receive.
+        ``segments`` has the segments of the baseline, ``question`` the start of its question,
+        ``prompts`` the number of prompts, and ``bands`` says what the intervals are.
     """
     dataset = result.datasets.get(RECEIVED)
     if dataset is None or "received_by_origin_variance" not in dataset:
         return {"missing": MISSING["curves"]}
 
-    prompts = dataset.sizes["prompt"]
     dims = ("condition", "layer", "head", "original_key")
     mean, relative_half_width = _means(dataset, "received_by_origin", dims)
     counts = dataset["received_by_origin_n"].max("head").transpose("condition", "layer", ...).values
@@ -218,9 +217,9 @@ def head_curves(result: Result) -> dict[str, Any]:
 
     # Leave out the last keys, which too few prompts have.
     has_mean = np.isfinite(mean).any(axis=(0, 1, 2))
-    keys = int(np.flatnonzero(has_mean).max(initial=0)) + 1
-    mean = mean[..., :keys]
-    relative_half_width = relative_half_width[..., :keys]
+    key_count = int(np.flatnonzero(has_mean).max(initial=0)) + 1
+    mean = mean[..., :key_count]
+    relative_half_width = relative_half_width[..., :key_count]
     kind = kind_for(mean.size)
 
     shares = {}
@@ -230,19 +229,19 @@ def head_curves(result: Result) -> dict[str, Any]:
             continue
         inserted[condition] = _inserted_curves(result, condition)
         if has_dilution((result, condition), "received", "question"):
-            by_key = shares_by_position(result, condition)[..., :keys]
-            shares[condition] = packed(by_key, kind_for(by_key.size))
+            condition_shares = shares_by_position(result, condition)[..., :key_count]
+            shares[condition] = packed(condition_shares, kind_for(condition_shares.size))
 
     return {
         "shares": shares,
         "mean": packed(mean, kind),
         "relative_half_width": packed(relative_half_width, kind),
-        "n": packed(counts[..., :keys]),
-        "null": packed(null.values[..., :keys]),
-        "segments": _segments(result, keys),
+        "n": packed(counts[..., :key_count]),
+        "null": packed(null.values[..., :key_count]),
+        "segments": _segments(result, key_count),
         "question": _question_start(result),
         "inserted": inserted,
-        "prompts": prompts,
+        "prompts": dataset.sizes["prompt"],
         "bands": f"pointwise 95 % intervals over prompts{band_words(result)}",
     }
 
@@ -251,21 +250,22 @@ def head_texts(result: Result) -> dict[str, Any]:
     """The first prompt in each condition: its tokens, and what they receive from every head.
 
     Returns:
-        By condition, in ``tokens`` each token with its segment, and in ``received`` the received
+        By condition, ``tokens`` has each token with its segment, and ``received`` the received
         attention [layer, head, key]. If the run did not keep single prompts, ``missing`` replaces
         ``received``.
     """
     tokens = {condition: tokens_in_segments(result, condition) for condition in result.conditions}
-    values = received_by_prompt(result.datasets.get(RECEIVED, xr.Dataset()))
-    if values is None:
+    of_prompts = received_by_prompt(result.datasets.get(RECEIVED, xr.Dataset()))
+    if of_prompts is None:
         return {"tokens": tokens, "missing": MISSING["text"]}
 
-    values = values.isel(prompt=0).transpose("condition", "layer", "head", "key")
+    of_first_prompt = of_prompts.isel(prompt=0).transpose("condition", "layer", "head", "key")
     received = {}
-    for condition, token_list in tokens.items():
-        condition_values = values.sel(condition=condition).values[..., : len(token_list)]
-        kind = kind_for(condition_values.size * len(tokens))
-        received[condition] = packed(condition_values, kind)
+    for condition, condition_tokens in tokens.items():
+        of_condition = of_first_prompt.sel(condition=condition)
+        values = of_condition.values[..., : len(condition_tokens)]
+        kind = kind_for(values.size * len(tokens))  # as if all conditions were one array
+        received[condition] = packed(values, kind)
 
     return {"tokens": tokens, "received": received}
 
@@ -275,8 +275,8 @@ def head_patterns(result: Result) -> dict[str, Any]:
 
     Returns:
         Their ``layers``, and in ``prompts`` for each prompt, by condition: its ``tokens``, the
-        number of ``inserted`` tokens, and in ``rows`` the lower triangles of the maps
-        [layer, head, query · key], as whole numbers from 0 to 65,535. Maps beyond
+        number of ``inserted`` tokens, and in ``rows`` the lower triangles of the maps, row by row
+        [layer, head, query and key], as whole numbers from 0 to 65,535. Maps beyond
         ``MOST_PATTERN_NUMBERS`` are left out.
     """
     if "attention_map" not in result.datasets:
@@ -287,20 +287,20 @@ def head_patterns(result: Result) -> dict[str, Any]:
 
     numbers_left = MOST_PATTERN_NUMBERS
     prompts: list[dict[str, Any]] = []
-    for prompt in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
+    for prompt_index in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
         patterns = {}
-        for condition in result.conditions:
-            place = {"prompt": prompt, "condition": result.conditions.index(condition)}
-            tokens = prompt_tokens(result, condition, prompt)
+        for condition_index, condition in enumerate(result.conditions):
+            indices = {"prompt": prompt_index, "condition": condition_index}
+            tokens = prompt_tokens(result, condition, prompt_index)
             queries, keys = np.tril_indices(len(tokens))
-            in_triangle = maps.isel(place).values[..., queries, keys]
-            numbers_left -= in_triangle.size
+            lower_triangle = maps.isel(indices).values[..., queries, keys]
+            numbers_left -= lower_triangle.size
             if numbers_left < 0:
                 break
             patterns[condition] = {
-                "tokens": list(map(visible, tokens)),
-                "inserted": int(inserted.isel(place)),
-                "rows": packed(np.round(65535 * in_triangle.astype(np.float64)), "u2"),
+                "tokens": [visible(token) for token in tokens],
+                "inserted": int(inserted.isel(indices)),
+                "rows": packed(np.round(65535 * lower_triangle.astype(np.float64)), "u2"),
             }
         if patterns:
             prompts.append(patterns)
@@ -383,9 +383,8 @@ def _means(
     moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
     # One call of at_positions for all heads: their positions are put into one dimension. It reads
     # the number of prompts from the dataset, which is not a dimension of moments.
-    cells = moments.stack(cell=dims, create_index=False)
-    cells = cells.assign_coords(prompt=prompt_numbers)
-    statistics = at_positions(cells, quantity, {}, prompt_numbers)
+    stacked = moments.stack(cell=dims, create_index=False).assign_coords(prompt=prompt_numbers)
+    statistics = at_positions(stacked, quantity, {}, prompt_numbers)
     with np.errstate(invalid="ignore", divide="ignore"):
         relative_half_width = statistics.high / statistics.mean - 1
 
@@ -419,32 +418,32 @@ def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
     }
 
 
-def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
+def _segments(result: Result, key_count: int) -> list[tuple[str, int, int]]:
     """The segments of the baseline in their order: the name, and the first and last position.
 
-    A position belongs to the segment that it has in most prompts. It ends at the last position that
-    any prompt has.
+    A position belongs to the segment that it has in most prompts. The last segment ends at the last
+    position that any prompt has.
 
     Args:
         result: The result.
-        keys: The number of positions.
+        key_count: The number of positions.
     """
     sequences = result["sequences"].sel(condition=BASELINE)
     segment_names = []
-    for indices in sequences.segment_index.values[:, :keys].T:
-        present = indices[indices != PADDING]
-        if not len(present):
+    for indices in sequences.segment_index.values[:, :key_count].T:
+        indices_of_tokens = indices[indices != PADDING]
+        if not len(indices_of_tokens):
             break
-        segment_names.append(SEGMENTS[int(np.bincount(present).argmax())])
+        segment_names.append(SEGMENTS[int(np.bincount(indices_of_tokens).argmax())])
 
-    runs = []
+    segments = []
     first = 0
-    for name, run in groupby(segment_names):
-        last = first + len(list(run)) - 1
-        runs.append((name, first, last))
+    for name, names_in_a_row in groupby(segment_names):
+        last = first + len(list(names_in_a_row)) - 1
+        segments.append((name, first, last))
         first = last + 1
 
-    return runs
+    return segments
 
 
 def _question_start(result: Result) -> int | None:

@@ -38,7 +38,7 @@ class Section:
     Args:
         title: The heading.
         note: How to read the figure or the tokens.
-        says: The main number of the figure in a sentence.
+        says: A sentence with the main number of the figure.
         figure: The figure as JSON that is safe in a script element; empty for tokens.
         height: The height of the figure, in pixels.
         tokens: The text and the segment of each token of a prompt; empty for a figure.
@@ -79,17 +79,22 @@ class HeadChoice:
         """The layer and the number of the first named head; None if no heads are named.
 
         Without a layer, a number is a head of the result's first layer.
+
+        Raises:
+            OptionError: The head is neither the name nor the number of a head.
         """
         if not self.heads:
             return None
         first_head = self.heads[0]
-        named = head_named(first_head)
-        if named is not None:
-            return named
+        layer_and_head = head_named(first_head)
+        if layer_and_head is not None:
+            return layer_and_head
         layer = self.layer
         if layer is None:
             layer = measured_layers(result)[0]
-        return layer, int(first_head)
+        heads = range(result.provenance["model"]["heads"])
+        [head] = check_heads([first_head], heads, layer)
+        return layer, head
 
 
 def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
@@ -119,7 +124,7 @@ def drawn_section(
     """Draw a figure as a section of a page, with the words of its declaration.
 
     Args:
-        draw: The function that draws the figure, which must be declared.
+        draw: The function that draws the figure, which must be in ``FIGURES``.
         results: The result or the results that it draws.
         options: Its options.
     """
@@ -187,8 +192,11 @@ def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
         single_head = {"heads": options["heads"][:1], "top": None}
 
     if len(conditions) == 2:
-        control_options = {"layer": options["layer"], "heads": single_head["heads"]}
-        control_options["conditions"] = tuple(conditions)
+        control_options = {
+            "layer": options["layer"],
+            "heads": single_head["heads"],
+            "conditions": tuple(conditions),
+        }
         figures.append((received_by_model, control_options))
 
     first_layers = result["received_attention"].layer.values[:FIRST_LAYERS].tolist()
@@ -201,31 +209,31 @@ def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
 def _received_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
     """The options ``condition``, ``layer``, ``heads`` and ``top`` of ``received_attention``.
 
-    Either ``heads`` or ``top`` is None. If there are no prompts to choose heads by, the first heads
-    are listed.
+    Either ``heads`` or ``top`` is None. If there are too few prompts to choose heads by, ``heads``
+    are the first of the layer.
 
     Raises:
         OptionError: A named head does not exist, or the number of heads to choose is not a positive
             whole number.
     """
     dataset = result["received_attention"]
-    measured = dataset["head"].values.tolist()
+    measured_heads = dataset["head"].values.tolist()
     condition = result.shown_condition()
     layer = choice.layer
     if layer is None:
         layer = int(dataset.layer.values[0])
     options = {"condition": condition, "layer": layer, "heads": None, "top": None}
     if choice.heads is not None:
-        return options | {"heads": check_heads(choice.heads, measured, layer)}
+        return options | {"heads": check_heads(choice.heads, measured_heads, layer)}
 
     check_counts(top=choice.top)
-    top = min(choice.top, len(measured))
+    top = min(choice.top, len(measured_heads))
     units = units_of(result)
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
         # Heads cannot be chosen: single prompts were not kept, or there are too few for two halves.
-        return options | {"heads": measured[:top]}
+        return options | {"heads": measured_heads[:top]}
 
     if choice.layer is None:
-        choosing, _ = units.halves()
-        ((layer, _),) = choose_heads(result, None, 1, condition, choosing)
+        choosing_half, _ = units.halves()
+        ((layer, _),) = choose_heads(result, None, 1, condition, choosing_half)
     return options | {"layer": layer, "top": top}

@@ -43,13 +43,14 @@ def pattern(
         MechattnError: The prompt is too long, the layer or a head is out of range, or
             ``difference`` is given without a condition.
     """
-    model = load_model(model)
-    model_heads = range(model.cfg.n_heads)
-    numbers = check_heads(model_heads if heads is None else heads, model_heads, layer)
+    hooked_model = load_model(model)
+    model_heads = range(hooked_model.cfg.n_heads)
+    shown_heads = check_heads(model_heads if heads is None else heads, model_heads, layer)
 
     conditions = {}
     if condition is not None:
         conditions[type(condition).__name__] = condition
-    result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed)
+    analysis = AttentionMap(max_tokens)
+    result = run(hooked_model, prompt, conditions, analysis, layers=layer, seed=seed)
     condition_name = result.shown_condition()
-    return html_views.pattern(result, layer, numbers, condition_name, difference=difference)
+    return html_views.pattern(result, layer, shown_heads, condition_name, difference=difference)

@@ -68,10 +68,12 @@ def test_scale_alone_shift_alone_and_both(toy, short_prompts):
         assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_chosen_numbers(toy, short_prompts):
+@pytest.mark.parametrize("width", [1, 16])
+def test_chosen_numbers(width, toy, short_prompts):
+    """The shift has one number per head, or d_head = 16."""
     baseline = ma.Baseline().apply(short_prompts[0], toy)
     z = outputs(toy, baseline, 2)
-    shift = torch.randn(8, toy.cfg.d_head, generator=torch.Generator().manual_seed(0))
+    shift = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
     chosen = ma.interventions.AffineAttention(
         scale=torch.linspace(0.2, 1, 8), shift=shift, layers=2
     )

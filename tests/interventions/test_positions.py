@@ -40,4 +40,3 @@ def test_a_mask_by_place_is_read_as_one_by_name(toy):
     expected = [[[-1, -1, 0, 1], [0, 1, 2, 3]]]
     assert positions(model, tokens, attention_mask=mask) == expected
     assert positions(model, tokens, mask) == expected
-    assert positions(model, input_ids=tokens, attention_mask=mask) == expected

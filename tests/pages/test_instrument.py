@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose
 import mechattn as ma
 from mechattn.commands.stored_results import report
 from mechattn.contrast.means import at_positions, dilution_at_positions
+from mechattn.errors import OptionError
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page_data import (
     head_curves,
@@ -95,7 +96,7 @@ def test_what_cannot_be_compared_says_why(toy, prompts):
         "models"
     ][0]
     assert model["quantities"] == []
-    assert model["lacking"]["received"].startswith("there are 2 prompts; give at least 3")
+    assert model["without_values"]["received"].startswith("there are 2 prompts; give at least 3")
 
 
 def test_curves_are_those_of_the_figure(slash_result):
@@ -185,6 +186,8 @@ def test_what_is_shown_first_is_what_was_asked_for(slash_result, tmp_path):
     assert data_of(named)["models"][0]["start"] == [2, 5]
     assert HeadChoice(heads=[5]).named_head(slash_result.sel(layer=[3])) == (3, 5)
     assert HeadChoice(1, ["L1H2"]).named_head(slash_result) == (1, 2)
+    with pytest.raises(OptionError, match="heads holds 'abc'"):
+        HeadChoice(heads=["abc"]).named_head(slash_result)
     slash_result.save(tmp_path / "r.zarr")
     report([tmp_path / "r.zarr"], tmp_path / "report.html", layer=3)
     assert data_of(tmp_path / "report.html")["models"][0]["start"] is None

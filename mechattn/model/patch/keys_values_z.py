@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import ModelError
+from mechattn.errors import ModelError, OptionError
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import config_of
 from mechattn.model.hooks import RequiredCall, block_of, chosen_layers, split_heads
@@ -33,33 +34,34 @@ Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
 ChangeZ = Callable[[Z], Z]
 
 
-def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> AbstractContextManager[None]:
+def changing_z(model: Any, changes: Mapping[int, ChangeZ]) -> AbstractContextManager[None]:
     """Inside a ``with`` block, a function changes the output z of each head before W_O.
 
     Args:
         model: A hooked model or a transformers model.
-        layers: By layer, the function from z to the z that replaces it.
+        changes: By layer, the function from z to the z that replaces it.
 
     Raises:
-        ModelError: It is not known where a layer has z, or the layer has run without it.
+        ModelError: It is not known where a layer has z; or, inside the block, a layer has run
+            without it.
     """
-    return _with_hooks(_hook_z, model, layers)
+    return _with_hooks(_hook_z, model, changes)
 
 
-def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> AbstractContextManager[None]:
+def changing_keys_values(model: Any, changes: Mapping[int, Change]) -> AbstractContextManager[None]:
     """Inside a ``with`` block, a function changes the keys and the values of a layer.
 
     Args:
         model: A hooked model or a transformers model.
-        layers: By layer, a function that is called for the keys and for the values. Its result
+        changes: By layer, a function that is called for the keys and for the values. Its result
             replaces them.
 
     Raises:
         ModelError: It is not known where a layer computes its keys and values.
     """
     if hasattr(model, "hook_dict"):
-        return _with_hooks(_hook_k_v, model, layers)
-    return _with_hooks(_hook_projections, model, layers)
+        return _with_hooks(_hook_k_v, model, changes)
+    return _with_hooks(_hook_projections, model, changes)
 
 
 def heads_of(model: Any) -> int:
@@ -74,23 +76,26 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
     """Refuse layers that don't exist or, in a hooked model, have no attention.
 
     Raises:
-        OptionError: A layer is refused, or there are none.
+        OptionError: ``layers`` is empty, or a layer is refused.
         ModelError: No layer of a hooked model has attention.
     """
     if hasattr(model, "hook_dict"):
         chosen_layers(model, layers)
         return
-    for layer in layers:
-        block_of(model, layer)  # raises OptionError if there is no such layer
+    numbers = list(layers)
+    if not numbers or not all(isinstance(number, Integral) for number in numbers):
+        raise OptionError(f"layers={numbers}: give one or several layers, from 0")
+    for number in numbers:
+        block_of(model, number)  # raises OptionError if there is no such layer
 
 
 @contextmanager
 def _with_hooks(
-    add_hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]
+    add_hooks: Callable[..., list[Any]], model: Any, changes: Mapping[int, Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside a ``with`` block, the model has the hooks of each layer."""
+    """Inside a ``with`` block, each of these layers has the hooks that ``add_hooks`` adds."""
     with ExitStack() as stack:
-        for layer, change in layers.items():
+        for layer, change in changes.items():
             for handle in add_hooks(model, layer, change):
                 stack.callback(handle.remove)
         yield
@@ -99,23 +104,23 @@ def _with_hooks(
 def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
     """Add the hooks that change z of a layer and refuse a layer that has run without it."""
     heads = heads_of(model)
-    needed = RequiredCall(
+    required_call = RequiredCall(
         f"layer {layer} has run without its hook_z, so the outputs of its heads cannot be changed"
     )
 
-    def changed(z: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "batch pos ..."]:
-        needed.called = True
+    def changed_z(z: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "batch pos ..."]:
+        required_call.called = True
         replacement = change(split_heads(z, heads))
         return replacement.to(z.dtype).reshape(z.shape)
 
     if hasattr(model, "hook_dict"):
         point = _hook_point(model, f"blocks.{layer}.attn.hook_z")
-        handle = point.register_forward_hook(lambda module, args, z: changed(z))
+        handle = point.register_forward_hook(lambda module, args, z: changed_z(z))
     else:
         projection = _output_projection(model, layer)
-        handle = projection.register_forward_pre_hook(lambda module, args: (changed(args[0]),))
+        handle = projection.register_forward_pre_hook(lambda module, args: (changed_z(args[0]),))
 
-    return [handle, block_of(model, layer).register_forward_hook(needed.check)]
+    return [handle, block_of(model, layer).register_forward_hook(required_call.check)]
 
 
 def _output_projection(model: Any, layer: int) -> Any:
@@ -138,7 +143,7 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
         )
 
     points = {part: _hook_point(model, f"blocks.{layer}.attn.hook_{part}") for part in PARTS}
-    return [_replacing(point, part, change) for part, point in points.items()]
+    return [_hook_output(point, part, change) for part, point in points.items()]
 
 
 def _hook_point(model: Any, name: str) -> Any:
@@ -156,23 +161,30 @@ def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
     }
 
     if "k_proj" in modules and "v_proj" in modules:
-        return [_replacing(modules[f"{part}_proj"], part, change) for part in PARTS]
+        return [_hook_output(modules[f"{part}_proj"], part, change) for part in PARTS]
 
-    fused = [modules[name] for name in _FUSED_PROJECTIONS if name in modules]
+    fused_projections = [modules[name] for name in _FUSED_PROJECTIONS if name in modules]
     columns = _columns(config_of(model))
-    if not fused or columns is None:
+    if not fused_projections or columns is None:
         raise ModelError(
             f"mechattn does not know where a {type(model).__name__} computes its keys and values"
         )
-    return [_replacing(fused[0], part, change, columns[part]) for part in PARTS]
+    return [_hook_output(fused_projections[0], part, change, columns[part]) for part in PARTS]
 
 
-def _replacing(
+def _hook_output(
     module: Any, part: Part, change: Change, columns: Int[Tensor, " width"] | None = None
 ) -> Any:
-    """Add a hook that changes the output of a module, or only these columns of it."""
+    """Add a hook that changes the output of a module, or only these columns of it.
 
-    def replaced(module: Any, args: Any, output: Float[Tensor, "batch pos ..."]) -> Tensor:
+    Args:
+        module: A hook point or a projection.
+        part: Whether the output, or these columns, are keys or values.
+        change: The function that changes them.
+        columns: The columns to change; all by default.
+    """
+
+    def replaced_output(module: Any, args: Any, output: Float[Tensor, "batch pos ..."]) -> Tensor:
         projected = output.flatten(2)
         if columns is None:
             return change(part, projected).to(output.dtype).reshape(output.shape)
@@ -180,30 +192,30 @@ def _replacing(
         replacement = change(part, projected[..., index]).to(output.dtype)
         return projected.index_copy(-1, index, replacement)
 
-    return module.register_forward_hook(replaced)
+    return module.register_forward_hook(replaced_output)
 
 
 def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
     """The columns of a fused projection's output that are keys or values; None if unknown."""
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    groups = _groups(config, heads)
-    columns = torch.arange((heads + 2 * groups) * width)
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = _kv_heads(config, heads)
+    columns = torch.arange((heads + 2 * kv_heads) * d_head)
 
     if config.model_type in _ONE_AFTER_THE_OTHER:
-        sizes = [heads * width, groups * width, groups * width]
-        _, of_keys, of_values = columns.split(sizes)
-        return {"k": of_keys, "v": of_values}
+        sizes = [heads * d_head, kv_heads * d_head, kv_heads * d_head]
+        _, key_columns, value_columns = columns.split(sizes)
+        return {"k": key_columns, "v": value_columns}
 
     if config.model_type in _BY_GROUP:
-        rows_of_group = heads // groups + 2  # queries, then a key and a value
-        by_group = columns.view(groups, rows_of_group, width)
+        vectors_of_group = heads // kv_heads + 2  # queries, then a key and a value
+        by_group = columns.view(kv_heads, vectors_of_group, d_head)
         return {"k": by_group[:, -2].flatten(), "v": by_group[:, -1].flatten()}
     return None
 
 
-def _groups(config: Any, heads: int) -> int:
-    """The number of key-value heads of a transformers model."""
+def _kv_heads(config: Any, heads: int) -> int:
+    """The number of key-value heads of a transformers model, that is of groups of its heads."""
     if config.model_type == "falcon" and config.new_decoder_architecture:
         return config.num_kv_heads
     if config.model_type in ("falcon", "gpt_bigcode") and config.multi_query:

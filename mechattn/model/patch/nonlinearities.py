@@ -21,35 +21,37 @@ _NAMES_IN_BRIDGES = ("_activation_fn",)
 
 Activity = Float[Tensor, "*token d_mlp"]
 
-# Called with the layer and the activations before and after the nonlinearity. Its result replaces
-# the latter, unless it is None.
+# Called with the layer and the activations before and after the nonlinearity. What it returns
+# replaces the latter; None leaves them.
 SeeActivations = Callable[[int, Activity, Activity], Activity | None]
 
 
 @contextmanager
-def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterator[None]:
+def at_nonlinearity(model: Any, functions: Mapping[int, SeeActivations]) -> Iterator[None]:
     """Inside a ``with`` block, each forward pass calls a function at the nonlinearity of an MLP.
 
     Args:
         model: A hooked model or a transformers model.
-        layers: By layer, the function, which is called with ``pre`` and ``act(pre)``. In a gated
-            MLP, ``pre`` is the gate.
+        functions: By layer, the function, which is called with the layer, ``pre`` and
+            ``act(pre)``. In a gated MLP, ``pre`` is the gate.
 
     Raises:
         OptionError: There is no such layer.
-        ModelError: A layer has no such MLP, or has run without calling its nonlinearity.
+        ModelError: A layer has no MLP with a known nonlinearity, or several; or, inside the block,
+            a layer has run without calling its nonlinearity.
     """
     with ExitStack() as stack:
-        for layer, see in layers.items():
+        for layer, see in functions.items():
             owner, name = nonlinearity_of(model, layer)
-            needed = RequiredCall(
+            required_call = RequiredCall(
                 f"layer {layer} has run without its nonlinearity: its MLP computes it elsewhere"
                 " (weights that were folded do so), so its activations can be neither seen nor"
                 " changed"
             )
-            watched = _Watched(getattr(owner, name), layer, see, needed)
+            watched = _WatchedNonlinearity(getattr(owner, name), layer, see, required_call)
             stack.enter_context(attribute_set(owner, name, watched))
-            stack.callback(block_of(model, layer).register_forward_hook(needed.check).remove)
+            handle = block_of(model, layer).register_forward_hook(required_call.check)
+            stack.callback(handle.remove)
         yield
 
 
@@ -74,8 +76,8 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
         places.setdefault(id(getattr(module, name)), (module, name))
 
     if len(places) != 1:
-        number = "several MLPs" if places else "no MLP with a nonlinearity known to mechattn"
-        raise ModelError(f"layer {layer} has {number}, so its activations cannot be measured")
+        mlps = "several MLPs" if places else "no MLP with a nonlinearity known to mechattn"
+        raise ModelError(f"layer {layer} has {mlps}, so its activations cannot be measured")
     return next(iter(places.values()))
 
 
@@ -83,7 +85,7 @@ def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
     """The nonlinearity of a layer's MLP itself, even inside ``at_nonlinearity``."""
     owner, name = nonlinearity_of(model, layer)
     nonlinearity = getattr(owner, name)
-    while isinstance(nonlinearity, _Watched):
+    while isinstance(nonlinearity, _WatchedNonlinearity):
         nonlinearity = nonlinearity.original
     return nonlinearity
 
@@ -107,16 +109,16 @@ def _nonlinearities(block: Any) -> Iterator[tuple[Any, str]]:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _WatchedNonlinearity:
     """A nonlinearity that calls a function with its input and output."""
 
     original: Callable[..., Any]
     layer: int
     see: SeeActivations
-    needed: RequiredCall
+    required_call: RequiredCall
 
     def __call__(self, pre: Activity, *args: Any, **kwargs: Any) -> Activity:
-        self.needed.called = True
+        self.required_call.called = True
         post = self.original(pre, *args, **kwargs)
         replacement = self.see(self.layer, pre, post)
         if replacement is None:

@@ -15,12 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import (
-    Attention,
-    EdgeMask,
-    Rows,
-    attention_by_rows,
-)
+from mechattn.functional.attention import Attention, EdgeMask, Rows, attention_by_rows
 from mechattn.functional.fused import Fused, fused_attention
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
@@ -81,15 +76,25 @@ class _Layer:
     ) -> Output:
         """The output of each head.
 
-        A measured layer is computed with a fused kernel if possible and allowed, and otherwise in
-        blocks of rows. Another layer is computed with SDPA, or in blocks of rows if SDPA lacks one
-        of its terms.
+        A measured layer is computed with a fused kernel if that is allowed and possible, and
+        otherwise in blocks of rows. A layer that is not measured is computed with SDPA, or in
+        blocks of rows if SDPA lacks one of its terms.
         """
-        attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
+        attention = Attention(
+            q,
+            k,
+            v,
+            scale,
+            bias,
+            window=self.window,
+            softcap=softcap,
+            edge_mask=self.edge_mask,
+            sinks=sinks,
+        )
         if self.see_rows is None:
-            beyond_sdpa = (bias, softcap, sinks, self.window, self.edge_mask)
-            if any(term is not None for term in beyond_sdpa):
-                return attention_by_rows(attention, None, self.rows_per_block)
+            terms_beyond_sdpa = (bias, softcap, sinks, self.window, self.edge_mask)
+            if any(term is not None for term in terms_beyond_sdpa):
+                return attention_by_rows(attention, block=self.rows_per_block)
             is_grouped = q.shape[1] != k.shape[1]
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped
@@ -105,20 +110,20 @@ class _Layer:
         )
 
 
-def why_not_streamed(model: HookedModel, attending: list[int]) -> str | None:
+def why_not_streamed(model: HookedModel, attention_layers: list[int]) -> str | None:
     """Why this model cannot be streamed, by the classes of its attention; None if it might be.
 
     Args:
         model: A hooked model.
-        attending: Its layers with attention.
+        attention_layers: Its layers with attention.
     """
-    classes = {type(model.blocks[layer].attn).__name__ for layer in attending}
-    unknown = classes - set(REPLACEMENTS)
-    if not unknown:
+    classes = {type(model.blocks[layer].attn).__name__ for layer in attention_layers}
+    unknown_classes = classes - set(REPLACEMENTS)
+    if not unknown_classes:
         return None
     return (
-        f"its attention is a {min(unknown)}, and mechattn does not know where it computes its"
-        " scores"
+        f"its attention is a {min(unknown_classes)}, and mechattn does not know where it computes"
+        " its scores"
     )
 
 
@@ -151,31 +156,30 @@ def streaming(
     Raises:
         ModelError: It is not known where this model computes its attention.
     """
-    attending = hooks.attention_layers(model)  # called once, because it takes a millisecond
-    reason = why_not_streamed(model, attending)
-    if reason is not None:
-        raise ModelError(f"{model.cfg.model_name} cannot be streamed: {reason}")
+    attention_layers = hooks.attention_layers(model)  # called once: it takes a millisecond
+    obstacle = why_not_streamed(model, attention_layers)
+    if obstacle is not None:
+        raise ModelError(f"{model.cfg.model_name} cannot be streamed: {obstacle}")
 
-    edge_masks = edge_masks or {}
+    mask_of_layer = edge_masks or {}
     with ExitStack() as stack:
-        for number in attending:
-            window = hooks.attention_window(model, number)
-            is_measured = number in layers
+        for number in attention_layers:
             layer = _Layer(
                 number,
-                window,
-                see_rows=see_rows if is_measured else None,
+                hooks.attention_window(model, number),
+                see_rows=see_rows if number in layers else None,
                 see_whole=see_whole,
                 rows_per_block=rows_per_block,
-                edge_mask=edge_masks.get(number),
+                edge_mask=mask_of_layer.get(number),
             )
             attention = model.blocks[number].attn
-            replaced = REPLACEMENTS[type(attention).__name__]
-            stack.enter_context(replaced(model, attention, layer))
-        stack.enter_context(_called_by_transformers(model, attending))
+            replacement = REPLACEMENTS[type(attention).__name__]
+            stack.enter_context(replacement(model, attention, layer))
+        stack.enter_context(_called_by_transformers(model, attention_layers))
         yield
 
 
+# From a model, the attention of one of its layers, and how it is streamed.
 Replacement = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
 
 # By the id of the transformers attention module: its layer, and the hook points for q, k and v.
@@ -183,7 +187,7 @@ _streamed_modules: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]
 
 
 @contextmanager
-def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterator[None]:
+def _called_by_transformers(model: HookedModel, attention_layers: list[int]) -> Iterator[None]:
     """Inside a ``with`` block, transformers calls our attention function.
 
     Modules that do not read their attention function from the configuration are not affected.
@@ -199,23 +203,23 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
     for name in (_REGISTERED, _REGISTERED_WITH_MASK):
         AttentionInterface.register(name, _attention_function)
 
-    # Ours computes the causal mask itself, so it is given a mask only for padding, or a dummy for a
-    # model that modifies its mask.
+    # Our function computes the causal mask itself, so it is given a mask only for padding, or a
+    # dummy for a model that modifies its mask.
     AttentionMaskInterface.register(_REGISTERED, flash_attention_mask)
     AttentionMaskInterface.register(
         _REGISTERED_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     )
 
     # The configurations that select the attention function. The layers usually share one.
-    modules = [model.blocks[layer].attn.original_component for layer in attending]
+    modules = [model.blocks[layer].attn.original_component for layer in attention_layers]
     configs = [original.config, *(getattr(module, "config", None) for module in modules)]
     configs += [getattr(config, "text_config", None) for config in configs]
     distinct_configs = {id(config): config for config in configs if config is not None}
 
-    name = _REGISTERED_WITH_MASK if particulars_of(model).uses_mask else _REGISTERED
+    ours = _REGISTERED_WITH_MASK if particulars_of(model).uses_mask else _REGISTERED
     with ExitStack() as stack:
         for config in distinct_configs.values():
-            stack.enter_context(attribute_set(config, "_attn_implementation_internal", name))
+            stack.enter_context(attribute_set(config, "_attn_implementation_internal", ours))
         yield
 
 
@@ -224,7 +228,8 @@ def _attention_function(
 ) -> Any:
     """The attention function that transformers calls in place of SDPA.
 
-    It takes [batch head pos d_head] and returns [batch pos head d_head].
+    It takes [batch head pos d_head] and returns [batch pos head d_head], and None in place of the
+    pattern.
     """
     scale = options.get("scaling")
     if scale is None:
@@ -238,10 +243,16 @@ def _attention_function(
             f'{layer.window or "full attention"}; use engine="hooks", and report it'
         )
 
-    softcap = options.get("softcap")
-    sinks = options.get("s_aux")
-    out = layer(hook_q(query), hook_k(key), hook_v(value), scale, None, softcap, sinks)
-    return rearrange(out, "batch head pos d_head -> batch pos head d_head").contiguous(), None
+    by_head = layer(
+        hook_q(query),
+        hook_k(key),
+        hook_v(value),
+        scale,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
+    out = rearrange(by_head, "batch head pos d_head -> batch pos head d_head")
+    return out.contiguous(), None
 
 
 def _unchanged(x: Tensor, *args: Any) -> Tensor:
@@ -256,7 +267,7 @@ def _delegated(
     layer: _Layer,
     hook_points: Sequence[Callable[[Tensor], Tensor]] = (_unchanged, _unchanged, _unchanged),
 ) -> Iterator[None]:
-    """Attention of a bridge that leaves the computation to the transformers module.
+    """Replaces the attention of a bridge that leaves the computation to the transformers module.
 
     The module calls the configured attention function, which passes q, k and v through the hook
     points.
@@ -264,7 +275,7 @@ def _delegated(
     from transformer_lens.model_bridge.generalized_components import AttentionBridge
 
     module = attention.original_component
-    outer_entry = _streamed_modules.get(id(module))  # inside another such block
+    outer_entry = _streamed_modules.get(id(module))  # of a ``with`` block around this one
     with attribute_set(attention, "forward", MethodType(AttentionBridge.forward, attention)):
         _streamed_modules[id(module)] = (layer, hook_points)
         try:
@@ -301,75 +312,75 @@ def _latent_attention(
 
 
 def _joint_qkv(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
-    """Attention of a bridge that splits a fused projection and computes attention itself.
+    """Replaces the attention of a bridge that splits a fused projection and computes it itself.
 
-    Its method from projected q, k and v to the attention output is replaced.
+    The method from projected q, k and v to the attention output is replaced.
     """
 
     def reconstruct(q: Projected, k: Projected, v: Projected, **kwargs: Any) -> Any:
         heads = model.cfg.n_heads
         kv_heads = kv_heads_of(model)
-        limit = clip_of(model, layer.number)
-        if limit is not None:
-            q = q.clamp(-limit, limit)
-            k = k.clamp(-limit, limit)
-            v = v.clamp(-limit, limit)
+        clip = clip_of(model, layer.number)
+        if clip is not None:
+            q = q.clamp(-clip, clip)
+            k = k.clamp(-clip, clip)
+            v = v.clamp(-clip, clip)
 
-        q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
+        q, k, v, batch, length, d_head = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
 
         rotation = kwargs.get("position_embeddings")
         if isinstance(rotation, tuple) and hasattr(attention, "_apply_rotary_pos_emb"):
             cos, sin = attention._apply_position_embedding_hooks(rotation)
             q, k = attention._apply_rotary_pos_emb(q, k, cos, sin)
 
-        scale = score_scale(model, layer.number, width)
-        bias = _alibi(model, kwargs, heads, length, width)
-        out = layer(q, k, v, scale, bias)
-        out = attention._reshape_attn_output(out, batch, length, heads, width)
-        return attention._apply_output_projection(out), None
+        scale = score_scale(model, layer.number, d_head)
+        bias = _alibi(model, kwargs, heads, length, d_head)
+        by_head = layer(q, k, v, scale, bias)
+        z = attention._reshape_attn_output(by_head, batch, length, heads, d_head)
+        return attention._apply_output_projection(z), None
 
     return attribute_set(attention, "_reconstruct_attention", reconstruct)
 
 
 def _alibi(
-    model: HookedModel, kwargs: Mapping[str, Any], heads: int, length: int, width: int
+    model: HookedModel, kwargs: Mapping[str, Any], heads: int, length: int, d_head: int
 ) -> Float[Tensor, "#batch head key"] | None:
-    """The ALiBi bias of each key, from either argument; None without ALiBi.
+    """The ALiBi bias of each key, from the argument ``position_bias`` or ``alibi``; None without
+    ALiBi.
 
     It is counted once, because no mask is used here that could contain it.
     """
-    bias = kwargs.get("position_bias")
-    if bias is not None:  # MPT makes it for the longest sequence, so the last keys are taken
-        return rearrange(bias[..., -length:], "head 1 key -> 1 head key")
+    position_bias = kwargs.get("position_bias")
+    if position_bias is not None:
+        # MPT makes it for the longest sequence, so the last keys are taken.
+        return rearrange(position_bias[..., -length:], "head 1 key -> 1 head key")
 
-    bias = kwargs.get("alibi")
-    if bias is None:
+    alibi = kwargs.get("alibi")
+    if alibi is None:
         return None
-    bias = rearrange(bias, "(batch head) 1 key -> batch head key", head=heads)[..., :length]
-    if particulars_of(model).alibi_in_bfloat16:
-        return bias * width**-0.5
+    bias = rearrange(alibi, "(batch head) 1 key -> batch head key", head=heads)[..., :length]
+    if particulars_of(model).alibi_in_bfloat16:  # such models scale the bias with the scores
+        return bias * d_head**-0.5
     return bias
 
 
 @contextmanager
 def _steps_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
-    """Attention of a ``HookedTransformer``, whose scores, mask, softmax and mix are methods.
+    """Replaces the attention of a ``HookedTransformer``, whose scores, mask, softmax and mix are
+    methods.
 
     The step that mixes values computes everything; the others are left out.
     """
-    queries_and_keys: list[Tensor] = []
+    by_head = "batch pos head d_head -> batch head pos d_head"
+    queries_and_keys: list[Tensor] = []  # from the step of the scores to the one that mixes values
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
-        queries_and_keys[:] = [q, k]
+        queries_and_keys[:] = [rearrange(q, by_head), rearrange(k, by_head)]
         return q.new_zeros(len(q), q.shape[2], 1, 1)  # a dummy, because the scores are not read
 
     def mixed_values(v: Tensor, pattern: Tensor) -> Tensor:
-        by_head = "batch pos head d_head -> batch head pos d_head"
         q, k = queries_and_keys
         queries_and_keys.clear()
-        q = rearrange(q, by_head)
-        k = rearrange(k, by_head)
-        v = rearrange(v, by_head)
 
         cfg = attention.cfg
         bias = None
@@ -381,7 +392,15 @@ def _steps_replaced(model: HookedModel, attention: Any, layer: _Layer) -> Iterat
         if softcap <= 0:  # -1 and 0 mean none
             softcap = None
         sinks = hooks.sinks_of(model, layer.number)
-        z = layer(q, k, v, 1 / attention.attn_scale, bias, softcap, sinks)
+        z = layer(
+            q,
+            k,
+            rearrange(v, by_head),
+            1 / attention.attn_scale,
+            bias,
+            softcap=softcap,
+            sinks=sinks,
+        )
         return attention.hook_z(rearrange(z, "batch head pos d_head -> batch pos head d_head"))
 
     replacements: dict[str, Any] = {

@@ -38,6 +38,7 @@ from mechattn.model.verify.verification import (
     PROBE,
     Check,
     Logits,
+    Pairs,
     Report,
     as_limited,
     compare,
@@ -139,8 +140,8 @@ def check_streaming(model: HookedModel) -> Check:
 
 
 def check_fused(model: HookedModel) -> Check:
-    """Check that a fused kernel gives the logits of a pass with hooks, and its patterns as sums
-    over single queries."""
+    """Check that a fused kernel gives the logits of a pass with hooks, and that its sums over
+    single queries are the patterns."""
     return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
 
 
@@ -159,8 +160,8 @@ def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str
 def _run_native(
     native: Any, tokens: Tokens
 ) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
-    """The logits of the model itself, the pattern of each of its calls of attention, and how the
-    patterns were obtained."""
+    """The logits of the model itself, the pattern of each of its calls of attention, and what shows
+    these patterns, in words."""
     options = {}
     if _attention_of(native) == "eager":
         options["output_attentions"] = True
@@ -169,7 +170,7 @@ def _run_native(
 
     if sdpa_calls.patterns:
         return output.logits, sdpa_calls.patterns, "SDPA with identity values"
-    attentions = getattr(output, "attentions", None) or ()
+    attentions = getattr(output, "attentions", None) or ()  # None for a layer without attention
     patterns = [pattern for pattern in attentions if pattern is not None]
     return output.logits, patterns, "the weights of eager attention"
 
@@ -182,7 +183,8 @@ def _attention_of(native: Any) -> str:
 class _ThroughIdentity(TorchFunctionMode):
     """Repeats each call of SDPA in this thread with blocks of identity matrices as values.
 
-    Because A · I = A, the output is the pattern of that call, from the kernel that torch chooses.
+    The output is then the pattern A of that call, because A · I = A, computed by the kernel that
+    torch chooses.
     """
 
     def __init__(self) -> None:
@@ -193,14 +195,15 @@ class _ThroughIdentity(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             arguments = dict(zip(SDPA_ARGUMENTS, args)) | kwargs
-            keys, width = arguments["value"].shape[-2:]
-            blocks = []
-            for start in range(0, keys, width):
-                identity = arguments["value"].new_zeros(arguments["value"].shape)
-                diagonal = identity[..., start : start + width, :].diagonal(dim1=-2, dim2=-1)
+            value = arguments["value"]
+            key_count, d_value = value.shape[-2:]
+            columns = []
+            for start in range(0, key_count, d_value):
+                identity = torch.zeros_like(value)
+                diagonal = identity[..., start : start + d_value, :].diagonal(dim1=-2, dim2=-1)
                 diagonal.fill_(1)  # V[k, c] = 1 where k = start + c
-                blocks.append(func(**arguments | {"value": identity}))
-            self.patterns.append(torch.cat(blocks, -1)[..., :keys])
+                columns.append(func(**arguments | {"value": identity}))
+            self.patterns.append(torch.cat(columns, -1)[..., :key_count])
         return func(*args, **kwargs)
 
 
@@ -214,26 +217,28 @@ def _kernel(
     """Check that the pattern at the hooks of each layer is that of the model's own attention."""
     layers = hooks.attention_layers(model)
     if len(patterns) != len(layers):
-        calls = f"{len(patterns)} calls of attention were seen in {len(layers)} layers"
         return Check(
-            "kernel", "not checked", detail=f"the model's own attention cannot be read: {calls}"
+            "kernel",
+            "not checked",
+            detail="the model's own attention cannot be read:"
+            f" {len(patterns)} calls of attention were seen in {len(layers)} layers",
         )
 
-    pairs: dict[int, tuple[Tensor, Tensor]] = {}
-    missing = []
+    pairs: Pairs = {}
+    unmatched_layers = []
     for layer, pattern in zip(layers, patterns, strict=True):
-        hooked = hook_values.get(hooks.pattern_hook(layer))
-        if hooked is None or hooked[:1].shape != pattern.shape:
-            missing.append(layer)
+        hooked_pattern = hook_values.get(hooks.pattern_hook(layer))
+        if hooked_pattern is None or hooked_pattern[:1].shape != pattern.shape:
+            unmatched_layers.append(layer)
             continue
-        pairs[layer] = (hooked[0], pattern[0].float().cpu())
+        pairs[layer] = (hooked_pattern[0], pattern[0].float().cpu())
 
     detail = f"hook_pattern against the pattern of the model's own attention, by {source}"
     remedy = f"the hooks' pattern differs from the one that the model uses; {what_to_try(dtype)}"
     check = compare("kernel", pairs, KERNEL_TOLERANCE[dtype], detail, remedy, unit=1.0)
-    if check.outcome == "passed" and missing:
-        detail += f": no pattern of its shape at the hooks of layers {missing}"
-        return Check("kernel", "not checked", detail=detail)
+    if check.outcome == "passed" and unmatched_layers:
+        absence = f"no pattern of its shape at the hooks of layers {unmatched_layers}"
+        return Check("kernel", "not checked", detail=f"{detail}: {absence}")
     return check
 
 
@@ -242,15 +247,15 @@ def _neighbours(
 ) -> Check:
     """Check that the logits of the probe do not depend on padding or on another row.
 
-    The other row is half as long again if the model has enough positions. It is at the model's last
+    The other row is longer by half if the model has enough positions. It is at the model's last
     positions if the model takes position ids.
     """
     device = device_of(model)
     length = tokens.shape[1]
     boundary = boundary_of(model)
     # The model has at least the smallest number of positions that is stated.
-    stated = (getattr(config_of(model), "max_position_embeddings", None), model.cfg.n_ctx)
-    most_positions = min([number for number in stated if number], default=1)
+    stated_numbers = (getattr(config_of(model), "max_position_embeddings", None), model.cfg.n_ctx)
+    most_positions = min([number for number in stated_numbers if number], default=1)
     if boundary is not None and length <= boundary.at:
         most_positions = min(most_positions, boundary.at)
     longer_length = max(length, min(length + length // 2, most_positions))
@@ -286,10 +291,16 @@ def _neighbours(
     return compare_positions("neighbours", logits, logits_alone, tolerance, detail, remedy)
 
 
-def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) -> Check:
+def _against_hooks(model: HookedModel, name: str, pattern_words: str, fused: bool) -> Check:
     """Compare the logits and patterns of a streamed pass with those of a pass with hooks.
 
     The outcome is "passed" or "limited".
+
+    Args:
+        model: A hooked model.
+        name: The name of the check.
+        pattern_words: The patterns of the streamed pass in words.
+        fused: Whether a fused kernel computes the attention, rather than blocks of rows.
     """
     layers = hooks.attention_layers(model)
     obstacle = why_not_streamed(model, layers)
@@ -300,38 +311,40 @@ def _against_hooks(model: HookedModel, name: str, compared: str, fused: bool) ->
     pattern_hooks = [hooks.pattern_hook(layer) for layer in layers]
     expected_logits, patterns = hooks.logits_and_values(model, tokens, pattern_hooks)
     try:
-        logits, streamed_patterns = _without_hooks(model, tokens, fused)
-    except Exception as error:
+        logits, streamed_patterns = _streamed(model, tokens, layers, fused)
+    except Exception as error:  # the methods of bridges that streaming replaces raise any class
         return Check(name, "limited", detail=f"it raises {reason(error)}")
 
-    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    pairs: Pairs = {}
     for layer, pattern_hook in zip(layers, pattern_hooks, strict=True):
         if layer not in streamed_patterns:
             return Check(name, "limited", layer, detail="its attention function cannot be replaced")
         pairs[layer] = (streamed_patterns[layer], patterns[pattern_hook].float().cpu())
 
-    detail = f"{compared} against the hooks"
+    detail = f"{pattern_words} against the hooks"
     dtype = dtype_of(model)
     tolerance = STREAMED_TOLERANCE[dtype]
     if dtype.itemsize <= 2:
-        in_words = f"{detail}, root mean square"
-        of_patterns = compare(name, pairs, tolerance, in_words, summary=root_mean_square)
+        summary_detail = f"{detail}, root mean square"
+        pattern_check = compare(name, pairs, tolerance, summary_detail, summary=root_mean_square)
     else:
-        of_patterns = compare(name, pairs, tolerance, detail, unit=1.0)
+        pattern_check = compare(name, pairs, tolerance, detail, unit=1.0)
 
-    expected = expected_logits[0].float().cpu()
-    of_logits = compare_positions(
-        name, logits, expected, LOGIT_TOLERANCE[dtype], f"{detail}: logits"
+    logit_check = compare_positions(
+        name,
+        logits,
+        expected_logits[0].float().cpu(),
+        LOGIT_TOLERANCE[dtype],
+        f"{detail}: logits",
     )
-    for check in (of_patterns, of_logits):
+    for check in (pattern_check, logit_check):
         if check.outcome != "passed":
             return as_limited(check, str(check))
+    return pattern_check
 
-    return of_patterns
 
-
-def _without_hooks(
-    model: HookedModel, tokens: Tensor, fused: bool
+def _streamed(
+    model: HookedModel, tokens: Tensor, layers: list[int], fused: bool
 ) -> tuple[Logits, dict[int, Pattern]]:
     """The logits of a streamed pass, and its pattern by layer."""
     patterns: dict[int, Pattern] = {}
@@ -345,10 +358,9 @@ def _without_hooks(
 
     def see_whole(layer: int, attention: Fused) -> None:
         # If each query is a group of its own, the sums over queries are the pattern.
-        each_query = torch.eye(length).to(attention.own)[None]
-        patterns[layer] = attention.column_sums(each_query).mT.cpu()
+        query_weights = torch.eye(length).to(attention.own)[None]
+        patterns[layer] = attention.column_sums(query_weights).mT.cpu()
 
-    layers = hooks.attention_layers(model)
     see_whole_layer = see_whole if fused else None
     with torch.no_grad(), streaming(model, layers, see_rows, see_whole_layer, rows_per_block=8):
         logits = model(tokens, return_type="logits", **hooks.without_cache(model))[0]

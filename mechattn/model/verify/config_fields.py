@@ -24,7 +24,7 @@ _OF_OTHER_PARTS = re.compile(
     r"mamba|time_step|sinkhorn|altup|^linear_|mlp|moe|expert|router|image|vision|audio|embed|init"
     r"|lm_head|token"
 )
-_REASONS: Mapping[str, str] = {
+_FIELDS_BY_REASON: Mapping[str, str] = {
     "used: which keys a query sees (model/hooks.py)": (
         """
         sliding_window layer_types attention_types attention_layers window_size use_sliding_window
@@ -82,7 +82,7 @@ _REASONS: Mapping[str, str] = {
         floor_scale attn_scale index_head_dim index_n_heads indexer_types compress_rope_theta"""
     ),
 }
-KNOWN = {name for names in _REASONS.values() for name in names.split()}
+KNOWN = {name for names in _FIELDS_BY_REASON.values() for name in names.split()}
 # Fields that change which keys a query sees, or its scores, in an unsupported way: what they do,
 # and the values that turn them off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -102,25 +102,25 @@ def unknown_fields(config: Any) -> dict[str, str]:
 
     Each has a text with its value and what is known about it.
     """
-    understood = set(KNOWN)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and "chunked_attention" not in kinds:
-        understood.add("attention_chunk_size")  # no layer uses it
+    harmless_fields = set(KNOWN)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "chunked_attention" not in layer_types:
+        harmless_fields.add("attention_chunk_size")  # no layer uses it
 
-    meanings = {}
+    texts = {}
     for name, value in _fields(config):
-        if name in understood:
+        if name in harmless_fields:
             continue
         if name in REFUSED:
-            meaning, values_off = REFUSED[name]
+            effect, values_off = REFUSED[name]
             is_off = value in values_off
         else:
-            meaning = "unknown effect on attention"
+            effect = "unknown effect on attention"
             is_off = value is None or value is False or value in ("", [], {}, ())
         if not is_off:
-            meanings[name] = f"{name} = {value!r} ({meaning})"
+            texts[name] = f"{name} = {value!r} ({effect})"
 
-    return meanings
+    return texts
 
 
 def check_config(model: HookedModel, native: Any = None) -> Check:
@@ -132,17 +132,18 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
     if config is None:
         reason = f"a {type(model).__name__} has no configuration of transformers"
         return Check("config", "not checked", detail=reason)
+
     count = len(dict(_fields(config)))
     detail = f"fields unknown to mechattn, of {count} about attention"
-    unknown = unknown_fields(config)
-    if not unknown:
+    unknown_texts = unknown_fields(config).values()
+    if not unknown_texts:
         return Check("config", "passed", detail=f"no {detail}")
-    remedy = (
-        "a short probe may not reveal its effect, so please report it; verify=False measures anyway"
-        " and records this"
-    )
     return Check(
-        "config", "failed", detail=f"{detail}: {'; '.join(unknown.values())}", remedy=remedy
+        "config",
+        "failed",
+        detail=f"{detail}: {'; '.join(unknown_texts)}",
+        remedy="a short probe may not reveal its effect, so please report it; verify=False measures"
+        " anyway and records this",
     )
 
 
@@ -153,13 +154,13 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
     """
     from transformers import PretrainedConfig
 
-    usual = PretrainedConfig().to_dict()
+    general_fields = PretrainedConfig().to_dict()  # those of every model
     for name, value in config.to_dict().items():
         if name == "attn_config" and isinstance(value, Mapping):
             for field, nested_value in value.items():
-                if field not in usual:
+                if field not in general_fields:
                     yield f"{name}.{field}", nested_value
-        elif name in usual or not _ABOUT_ATTENTION.search(name):
+        elif name in general_fields or not _ABOUT_ATTENTION.search(name):
             continue
         elif not _OF_OTHER_PARTS.search(name):
             yield name, value

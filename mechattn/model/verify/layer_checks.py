@@ -22,6 +22,7 @@ from mechattn.model.verify.verification import (
     ACTIVATION_TOLERANCE,
     ANOTHER_VERSION,
     Check,
+    Pairs,
     as_limited,
     compare,
 )
@@ -55,7 +56,6 @@ READ_HOOKS = {
 }
 
 Mixed = Float[Tensor, "query head d_head"]
-Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +102,8 @@ def _rows(probe: ProbedHooks) -> Check:
     In a layer with learned sinks, check that these keys get all attention that is not the sink's.
     """
     length = probe.length
-    total = "1"
-    pairs = {}
+    sum_words = "1"
+    pairs: Pairs = {}
     windows_beyond_probe = []
 
     for layer, pattern in probe.each_layer("attn.hook_pattern"):
@@ -115,11 +115,11 @@ def _rows(probe: ProbedHooks) -> Check:
         visible_mass = pattern[0].masked_fill(~visible, 0.0).sum(-1)
         expected = torch.ones_like(visible_mass)
         if hooks.sinks_of(probe.model, layer) is not None:
-            total = "at most 1 (learned sinks)"
+            sum_words = "at most 1 (learned sinks)"
             expected = pattern[0].sum(-1).clamp(0, 1)
         pairs[layer] = (visible_mass, expected)
 
-    detail = f"the attention of each query to the keys that it can see sums to {total}"
+    detail = f"the attention of each query to the keys that it can see sums to {sum_words}"
     if windows_beyond_probe:
         detail += (
             f" (the probe of {length} tokens does not reach the window of"
@@ -139,7 +139,7 @@ def _values(probe: ProbedHooks) -> Check:
     """Check that pattern · v is z, or becomes z by a known gate or norm ("limited")."""
     tolerance = ACTIVATION_TOLERANCE[probe.dtype]
     detail = "pattern · v against z"
-    pairs: dict[int, Pair] = {}
+    pairs: Pairs = {}
     steps = []
 
     for layer, pattern in probe.each_layer("attn.hook_pattern"):
@@ -162,13 +162,13 @@ def _values(probe: ProbedHooks) -> Check:
             return Check("values", "limited", detail=f"{detail}: {reason}")
 
         pairs[layer] = (mixed, z)
-        check = compare("values", {layer: (mixed, z)}, tolerance, detail)
-        if check.outcome == "passed":
+        layer_check = compare("values", {layer: (mixed, z)}, tolerance, detail)
+        if layer_check.outcome == "passed":
             continue
         step = _step_to_z(probe, layer, mixed, z)
         if step is None:
             remedy = f"{_unusual_parts(probe.model, layer)}; {ANOTHER_VERSION}"
-            return replace(check, remedy=remedy)
+            return replace(layer_check, remedy=remedy)
         steps.append(step)
 
     check = compare("values", pairs, tolerance, detail)
@@ -186,7 +186,7 @@ def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
 class _Step:
     """A step between the mixed values and W_O."""
 
-    words: str  # it completes "z is pattern · v …"
+    words: str  # after "z is pattern · v"
     result: Mixed
     gate: str | None = None  # the name of the function of a gate; None for a norm
 
@@ -225,18 +225,18 @@ def _norms(model: HookedModel, layer: int, mixed: Mixed) -> Iterator[_Step]:
 
 def _unusual_parts(model: HookedModel, layer: int) -> str:
     """The parts of a layer that may act between the pattern and z, as a sentence."""
-    usual = ("q_proj", "k_proj", "v_proj", "o_proj")
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     module = head_parts.attention_module(model, layer)
-    unusual = []
+    part_names = []
     if module is not None:
-        unusual = [name for name, _ in module.named_children() if name not in usual]
+        part_names = [name for name, _ in module.named_children() if name not in projections]
     clip = head_parts.clip_of(model, layer)
     if clip is not None:
-        unusual.append(f"clip_qkv={clip:g}")
-    if not unusual:
+        part_names.append(f"clip_qkv={clip:g}")
+    if not part_names:
         return "the hooked pattern is not the one that mixes the values"
     return (
-        f"its attention has {', '.join(unusual)}, and mechattn does not know how these turn"
+        f"its attention has {', '.join(part_names)}, and mechattn does not know how these turn"
         " pattern · v into z"
     )
 
@@ -244,24 +244,26 @@ def _unusual_parts(model: HookedModel, layer: int) -> str:
 def _heads(probe: ProbedHooks) -> Check:
     """Check that the heads' outputs add up to the attention output."""
     detail = "Σ_h z W_O + b_O against the attention output"
-    pairs: dict[int, Pair] = {}
+    pairs: Pairs = {}
     for layer, stored_z in probe.each_layer("attn.hook_z"):
         z = _by_head(probe.model, stored_z)
-        total = _sum_of_heads(probe.model, layer, z)
+        sum_of_heads = _sum_of_heads(probe.model, layer, z)
         outputs = []
+        distances = []
         for name in ("attn.hook_out", "hook_attn_out"):
             output = probe.of_layer(layer, name)
-            if output is not None and total is not None and output.shape == total.shape:
-                outputs.append(output[0])
-        if total is None or not outputs:
+            if output is None or sum_of_heads is None or output.shape != sum_of_heads.shape:
+                continue
+            outputs.append(output)
+            distances.append(float((output - sum_of_heads).abs().max()))
+        if sum_of_heads is None or not outputs:
             reason = f"z {list(z.shape)} and W_O do not give an output of the heads' shape"
             return Check("heads", "limited", detail=f"{detail}: layer {layer}: {reason}")
 
         # The two hooks differ in Gemma, where one is after the post-norm, and in BLOOM, where one
         # is after the residual is added. The nearer one is the heads' output.
-        of_heads = total[0]
-        nearest = min(outputs, key=lambda output: float((output - of_heads).abs().max()))
-        pairs[layer] = (of_heads, nearest)
+        nearest_output = outputs[distances.index(min(distances))]
+        pairs[layer] = (sum_of_heads[0], nearest_output[0])
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
     return compare("heads", pairs, ACTIVATION_TOLERANCE[probe.dtype], detail, remedy)
@@ -279,15 +281,15 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
 
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
         return None
-    total = z.flatten(2) @ w_o.flatten(0, 1)
+    sum_without_bias = z.flatten(2) @ w_o.flatten(0, 1)
     if b_o is None:
-        return total
-    return total + b_o.detach().float().cpu()
+        return sum_without_bias
+    return sum_without_bias + b_o.detach().float().cpu()
 
 
 def _residual(probe: ProbedHooks) -> Check:
     """Check that resid_pre + attn_out + mlp_out is resid_post."""
-    pairs = {}
+    pairs: Pairs = {}
     for layer in hooks.attention_layers(probe.model):
         resid_pre = probe.of_layer(layer, "hook_resid_pre")
         attn_out = probe.of_layer(layer, "hook_attn_out")
@@ -298,8 +300,8 @@ def _residual(probe: ProbedHooks) -> Check:
         # Rounded after each addition, as in the model: in bfloat16 the rounding of an entry of
         # 12,000 is half the root mean square of all entries.
         resid_mid = (resid_pre[0] + attn_out[0]).to(probe.dtype).float()
-        total = (resid_mid + mlp_out[0]).to(probe.dtype).float()
-        pairs[layer] = (total, resid_post[0])
+        sum_of_parts = (resid_mid + mlp_out[0]).to(probe.dtype).float()
+        pairs[layer] = (sum_of_parts, resid_post[0])
 
     detail = "residual + attention + MLP = residual after"
     check = compare("residual", pairs, ACTIVATION_TOLERANCE[probe.dtype], detail)

@@ -107,22 +107,19 @@ class Check:
                 f" {self.printed_difference} apart (tolerance {self.tolerance:.2g})"
             )
 
-        sentences = [outcome, self.detail]
-        if self.remedy:
-            sentences.append(self.remedy)
-        return ". ".join(sentences)
+        return ". ".join(filter(None, (outcome, self.detail, self.remedy)))
 
 
 @dataclass(frozen=True)
 class Report:
     """The report of a verification of a hooked model. It prints as a table."""
 
-    model: str
+    model: str  # its name
     architecture: str
     dtype: str
-    versions: str
+    versions: str  # of transformer-lens and transformers
     checks: tuple[Check, ...]
-    mended: tuple[str, ...] = ()
+    mended: tuple[str, ...] = ()  # the faults of the hooked model that were corrected, in words
     probe_length: int = AT_LOADING  # in tokens
 
     @property
@@ -162,14 +159,14 @@ class Report:
             )
 
     @property
-    def _heading(self) -> list[str]:
+    def _heading_lines(self) -> list[str]:
         """A line with the model and the verdict, and one for each corrected fault."""
         verdict = "passed" if self.passed else "FAILED"
-        model = f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
-        return [model, *(f"mended: {fault}" for fault in self.mended)]
+        first_line = f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
+        return [first_line, *(f"mended: {fault}" for fault in self.mended)]
 
     @property
-    def _rows(self) -> list[list[str]]:
+    def _table_rows(self) -> list[list[str]]:
         """The cells of each check, in the order of ``COLUMNS``."""
         return [
             [
@@ -188,18 +185,19 @@ class Report:
         return [str(check) for check in self.checks if check.outcome == "failed"]
 
     def _repr_html_(self) -> str:
-        caption = "; ".join([*self._heading, *self._failures])
-        return table(self._rows, caption, COLUMNS)
+        caption = "; ".join([*self._heading_lines, *self._failures])
+        return table(self._table_rows, caption, COLUMNS)
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *self._rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows = [COLUMNS, *self._table_rows]
+        columns = zip(*rows, strict=True)
+        widths = [max(map(len, column)) for column in columns]
         widths[-1] = 0  # the last column is long, and needs no padding
         lines = []
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
             lines.append("  ".join(cells))
-        return "\n".join([*self._heading, *lines, *self._failures])
+        return "\n".join([*self._heading_lines, *lines, *self._failures])
 
 
 def root_mean_square(values: Float[Tensor, ...]) -> float:
@@ -218,7 +216,7 @@ def compare(
 ) -> Check:
     """Check that the values at the hooks differ from those expected by at most the tolerance.
 
-    The outcome is "not checked" if there are no pairs.
+    Differences are absolute. The outcome is "not checked" if there are no pairs.
 
     Args:
         name: The name of the check.
@@ -228,28 +226,34 @@ def compare(
         remedy: What to do if they differ.
         unit: Differences are divided by this; by default by the root mean square of the layer's
             expected values.
-        summary: From the absolute differences of a layer's entries to the layer's difference.
+        summary: From the differences of a layer's entries to the layer's difference; by default the
+            largest counts.
+
+    Returns:
+        A check with the layer of the largest difference, and the numbers at its worst entry, if it
+        failed.
     """
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
 
-    distances = {}
-    differences = {}
+    entry_differences = {}
+    layer_differences = {}
     for layer, (hooked, expected) in pairs.items():
         layer_unit = unit
         if layer_unit is None:
             layer_unit = max(root_mean_square(expected), _LEAST_UNIT)
+        differences = (hooked - expected).abs() / layer_unit
         # NaN counts as an infinite difference, so it fails.
-        distances[layer] = ((hooked - expected).abs() / layer_unit).nan_to_num(nan=torch.inf)
-        differences[layer] = float(summary(distances[layer]))
+        entry_differences[layer] = differences.nan_to_num(nan=torch.inf)
+        layer_differences[layer] = float(summary(entry_differences[layer]))
 
-    worst_layer = max(differences, key=lambda layer: differences[layer])
-    largest = differences[worst_layer]
+    worst_layer = max(layer_differences, key=lambda layer: layer_differences[layer])
+    largest = layer_differences[worst_layer]
     if largest <= tolerance:
         return Check(name, "passed", difference=largest, tolerance=tolerance, detail=detail)
 
     hooked, expected = pairs[worst_layer]
-    worst_entry = int(distances[worst_layer].argmax())
+    worst_entry = int(entry_differences[worst_layer].argmax())
     return Check(
         name,
         "failed",
@@ -266,22 +270,24 @@ def compare(
 def compare_positions(
     name: str, hooked: Logits, expected: Logits, tolerance: float, detail: str, remedy: str = ""
 ) -> Check:
-    """Check that at no position the logits differ by more than the tolerance.
+    """Check that the logits differ by at most the tolerance at every position.
 
     A position's difference is a root mean square, in units of that of all expected logits.
     """
     # A constant that is added to all logits of a position changes no probability. Centred
     # unembeddings add one.
-    hooked = hooked - hooked.mean(-1, keepdim=True)
-    expected = expected - expected.mean(-1, keepdim=True)
-    unit = max(root_mean_square(expected), _LEAST_UNIT)
-    positions = dict(enumerate(zip(hooked, expected, strict=True)))
-    check = compare(name, positions, tolerance, detail, remedy, unit, root_mean_square)
+    centred_hooked = hooked - hooked.mean(-1, keepdim=True)
+    centred_expected = expected - expected.mean(-1, keepdim=True)
+    unit = max(root_mean_square(centred_expected), _LEAST_UNIT)
+
+    # Positions take the place of layers.
+    pairs = dict(enumerate(zip(centred_hooked, centred_expected, strict=True)))
+    check = compare(name, pairs, tolerance, detail, remedy, unit, root_mean_square)
     return replace(check, layer=None)
 
 
 def as_limited(check: Check, detail: str) -> Check:
-    """The check, "limited" instead of "failed" and with this detail if it failed."""
+    """The same check; if it failed, it becomes "limited" and gets this detail."""
     if check.outcome != "failed":
         return check
     return replace(check, outcome="limited", detail=detail, remedy="")
@@ -300,18 +306,19 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     The first is replaced by the BOS token if the model prepends one. There are more than ``length``
     if that is needed to reach beyond a window, and no more than the model's context.
     """
-    length = _probe_length(model, length)
+    probe_length = _probe_length(model, length)
     tokenizer = getattr(model, "tokenizer", None)
-    size = model.cfg.d_vocab
+    vocab_size = model.cfg.d_vocab
     if tokenizer is not None:
-        size = min(size, len(tokenizer))
+        vocab_size = min(vocab_size, len(tokenizer))
 
-    count = 2 * max(length, LONGEST_PROBE)  # more than needed, because special ones are left out
+    # More than needed, because special tokens are left out.
+    drawn_count = 2 * max(probe_length, LONGEST_PROBE)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(size, (count,), generator=generator)
-    special = set(getattr(tokenizer, "all_special_ids", []) or [])
-    ordinary = [token for token in drawn.tolist() if token not in special]
-    tokens = ordinary[:length]
+    drawn_tokens = torch.randint(vocab_size, (drawn_count,), generator=generator)
+    special_tokens = set(getattr(tokenizer, "all_special_ids", []) or [])
+    ordinary_tokens = [token for token in drawn_tokens.tolist() if token not in special_tokens]
+    tokens = ordinary_tokens[:probe_length]
 
     bos = getattr(tokenizer, "bos_token_id", None)
     if getattr(model.cfg, "default_prepend_bos", False) and bos is not None:
@@ -327,8 +334,9 @@ def _number(value: float | None) -> str:
 def _probe_length(model: HookedModel, length: int) -> int:
     """The given length, or 8 more than the longest window that a probe can reach, within the
     model's context."""
+    lengths = [length]
     for layer in hooks.attention_layers(model):
         window = hooks.attention_window(model, layer)
         if window is not None and window + 8 <= LONGEST_PROBE:
-            length = max(length, window + 8)
-    return min(length, int(model.cfg.n_ctx or LONGEST_PROBE))
+            lengths.append(window + 8)
+    return min(max(lengths), int(model.cfg.n_ctx or LONGEST_PROBE))

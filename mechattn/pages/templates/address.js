@@ -6,10 +6,10 @@ import { largest } from "./heads_map.js";
 import { measuresOf } from "./scatter.js";
 
 /** @typedef {{model: string, layer: string, head: string, condition: string, show: string, quantity: string,
- *   beside: string, x: string, y: string}} Asked What was asked for; empty where nothing was */
+ *   beside: string, x: string, y: string}} Asked What was asked for; a part that was not is empty */
 
 const NAMES = ["model", "layer", "head", "condition", "show", "quantity", "beside", "x", "y"];
-let walking = false;
+let isWalking = false;
 
 /** A measure as one text.
  * @param {{quantity: string, condition: string, show: string}} measure */
@@ -34,32 +34,32 @@ export const hashOf = (view) =>
  * @param {boolean} walked */
 export function toAddress(view, walked) {
   try {
-    history[walked && walking ? "replaceState" : "pushState"]({ chosen: true }, "", hashOf(view));
+    history[walked && isWalking ? "replaceState" : "pushState"]({ chosen: true }, "", hashOf(view));
   } catch {
     /* an address that can't be changed */
   }
-  walking = walked;
+  isWalking = walked;
 }
 
-/** What is shown of what was asked for; what this model lacks is not forgotten, as another may have it.
+/** What is shown of what was asked for. What this model lacks stays in the address, since another may have it.
  * @param {any[]} models
  * @param {Asked} view */
 export function resolved(models, view) {
-  const number = Math.max(
+  const modelIndex = Math.max(
       0,
-      models.findIndex((one) => one.name === view.model),
+      models.findIndex((model) => model.name === view.model),
     ),
-    model = models[number];
+    model = models[modelIndex];
   const pick = (name, known, otherwise) => (known.includes(view[name]) ? view[name] : otherwise);
   const { conditions, quantities } = model;
-  const names = quantities.map((one) => one.name),
+  const names = quantities.map((candidate) => candidate.name),
     quantity = pick("quantity", names, names[0]),
     condition = pick("condition", conditions, conditions[1] ?? conditions[0]),
     shows = showsOf(quantities[names.indexOf(quantity)], condition);
-  const others = models.map((one) => one.name).filter((name) => name !== model.name);
+  const others = models.map((candidate) => candidate.name).filter((name) => name !== model.name);
   const measures = measuresOf(model, condition).map(key);
   return {
-    ...{ model: number, quantity, condition, show: pick("show", shows, shows[0] ?? "value") },
+    ...{ model: modelIndex, quantity, condition, show: pick("show", shows, shows[0] ?? "value") },
     ...headOf(model, view),
     beside: pick("beside", others, ""),
     x: pick("x", measures, measures[0]),
@@ -74,8 +74,8 @@ function headOf(model, view) {
   if (model.start) return { layer: model.start[0], head: model.start[1] };
   const [first] = model.quantities,
     condition = model.conditions[1] ?? model.conditions[0];
-  const made = measured(model, { quantity: first.name, condition, show: showsOf(first, condition)[0] });
-  return made ? largest(made, model) : { layer: model.layers[0], head: 0 };
+  const measurement = measured(model, { quantity: first.name, condition, show: showsOf(first, condition)[0] });
+  return measurement ? largest(measurement, model) : { layer: model.layers[0], head: 0 };
 }
 
 /** What an address asks for and this page does not have, in words; empty if it has all of it.
@@ -84,20 +84,20 @@ function headOf(model, view) {
  * @param {any} shown What resolved() gave */
 export function refused(models, view, shown) {
   const model = models[shown.model],
-    lacks = [];
+    absences = [];
   const known = {
-    model: models.map((one) => one.name),
+    model: models.map((candidate) => candidate.name),
     condition: model.conditions,
-    quantity: model.quantities.map((one) => one.name),
+    quantity: model.quantities.map((candidate) => candidate.name),
     show: SHOWS,
-    beside: models.map((one) => one.name),
+    beside: models.map((candidate) => candidate.name),
     ...{ x: measuresOf(model, shown.condition).map(key), y: measuresOf(model, shown.condition).map(key) },
   };
-  for (const [name, have] of Object.entries(known))
-    if (view[name] !== "" && !have.includes(view[name])) lacks.push(`${name} “${view[name]}”`);
+  for (const [name, choices] of Object.entries(known))
+    if (view[name] !== "" && !choices.includes(view[name])) absences.push(`${name} “${view[name]}”`);
   const { layers, heads } = model,
     [layer, head] = [view.layer, view.head];
   if (layer + head !== "" && indexOf(model, layer === "" ? NaN : Number(layer), head === "" ? NaN : Number(head)) < 0)
-    lacks.push(`layer ${layer || "?"}, head ${head || "?"} (it has layers ${layers.join(", ")} and ${heads} heads)`);
-  return lacks.length ? `This page does not have what the link asks for: ${lacks.join("; ")}.` : "";
+    absences.push(`layer ${layer || "?"}, head ${head || "?"} (it has layers ${layers.join(", ")} and ${heads} heads)`);
+  return absences.length ? `This page does not have what the link asks for: ${absences.join("; ")}.` : "";
 }

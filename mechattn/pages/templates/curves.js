@@ -3,7 +3,7 @@
 
 import { row } from "./data.js";
 import { html, svg, ticks, tip } from "./drawing.js";
-import { saveCsv, shown } from "./words.js";
+import { formatted, saveCsv } from "./words.js";
 
 const BOX = { left: 52, right: 8, top: 8, bottom: 34, tall: 250 };
 
@@ -26,53 +26,53 @@ export function linesOf(model, layer, head, condition) {
   const shift = (key) => (inserted && key >= inserted.start ? key + inserted.count : key);
   const baseline = [...row(curves.mean, model.conditions.indexOf("baseline"), layer, head)];
   return names.map((name) => {
-    const at = model.conditions.indexOf(name),
+    const conditionIndex = model.conditions.indexOf(name),
       isBaseline = name === "baseline";
-    const mean = [...row(curves.mean, at, layer, head)],
-      half = [...row(curves.relative_half_width, at, layer, head)];
+    const mean = [...row(curves.mean, conditionIndex, layer, head)],
+      half = [...row(curves.relative_half_width, conditionIndex, layer, head)];
     const line = {
       name,
       colour: isBaseline ? "var(--without)" : "var(--with)",
       x: mean.map((_, key) => shift(key)),
       mean,
       half,
-      null: [...row(curves.null, at, layer)],
+      null: [...row(curves.null, conditionIndex, layer)],
       null_name: "uniform attention",
-      n: [...row(curves.n, at, layer)],
+      n: [...row(curves.n, conditionIndex, layer)],
     };
     if (shares && isBaseline) Object.assign(line, { null: mean.map(() => NaN), null_name: "" });
     if (shares && !isBaseline) {
-      const left = row(shares, layer, head);
-      Object.assign(line, { null: baseline.map((value, key) => value * left[key]), null_name: "dilution" });
+      const remainingShares = row(shares, layer, head);
+      Object.assign(line, { null: baseline.map((value, key) => value * remainingShares[key]), null_name: "dilution" });
     }
     if (!inserted || isBaseline) return line;
-    const more = {
+    const insertedPart = {
       x: Array.from({ length: inserted.count }, (_, i) => inserted.start + i),
       mean: [...row(inserted.mean, layer, head)],
       half: [...row(inserted.relative_half_width, layer, head)],
       null: shares ? Array(inserted.count).fill(NaN) : [...row(inserted.null, layer)],
       n: Array(inserted.count).fill(curves.prompts),
     };
-    for (const part of ["x", "mean", "half", "null", "n"]) line[part].splice(inserted.start, 0, ...more[part]);
+    for (const part of ["x", "mean", "half", "null", "n"]) line[part].splice(inserted.start, 0, ...insertedPart[part]);
     return line;
   });
 }
 
-/** The end of the y axis: that of the largest value but the first token's, where that one dwarfs all others.
+/** The end of the y axis: at the largest value, without the first token's if that dwarfs all others.
  * @param {Line[]} lines */
 function topOf(lines) {
-  const most = (from) =>
+  const largestFrom = (from) =>
     Math.max(
       ...lines.flatMap((line) =>
         line.mean.map((m, i) => Math.max(m * (1 + (line.half[i] || 0)) || 0, line.null[i] || 0)).slice(from),
       ),
     );
-  const all = most(0),
-    rest = most(1);
+  const largest = largestFrom(0),
+    largestOfRest = largestFrom(1),
+    isDwarfed = largest > 2 * largestOfRest && largestOfRest > 0;
   return {
-    top: 1.06 * (all > 2 * rest && rest > 0 ? rest : all || 1),
-    cut:
-      all > 2 * rest && rest > 0 ? lines.map((line) => `${line.name} ${shown(line.mean[0], "value")}`).join(", ") : "",
+    top: 1.06 * (isDwarfed ? largestOfRest : largest || 1),
+    cut: isDwarfed ? lines.map((line) => `${line.name} ${formatted(line.mean[0], "value")}`).join(", ") : "",
   };
 }
 
@@ -112,40 +112,40 @@ function ground(model, condition, x, y, top, wide, last) {
     .map(([name, from, to]) => [name, shift(from), shift(to)]);
   if (inserted) shaded.push([condition, inserted.start, inserted.start + inserted.count - 1]);
   const words = inserted ? "position in the sequence with the inserted tokens" : "original token position";
-  const found = shaded.flatMap(([name, from, to]) => shade(name, from, to, x));
+  const elements = shaded.flatMap(([name, from, to]) => shade(name, from, to, x));
   const note = (at, high, text, anchor = "middle") =>
     svg("text", { class: "quiet", x: at, y: high, "text-anchor": anchor }, text);
   for (const at of ticks(0, top)) {
-    found.push(svg("line", { class: "grid", x1: BOX.left, x2: wide - BOX.right, y1: y(at), y2: y(at) }));
-    found.push(note(BOX.left - 5, y(at) + 4, shown(at, "value"), "end"));
+    elements.push(svg("line", { class: "grid", x1: BOX.left, x2: wide - BOX.right, y1: y(at), y2: y(at) }));
+    elements.push(note(BOX.left - 5, y(at) + 4, formatted(at, "value"), "end"));
   }
-  found.push(...ticks(0, last).map((at) => note(x(at), BOX.tall - BOX.bottom + 14, String(at))));
-  found.push(note((wide + BOX.left) / 2, BOX.tall - 4, words));
+  elements.push(...ticks(0, last).map((at) => note(x(at), BOX.tall - BOX.bottom + 14, String(at))));
+  elements.push(note((wide + BOX.left) / 2, BOX.tall - 4, words));
   if (curves.question !== null) {
     const at = x(shift(curves.question) - 0.5);
-    found.push(svg("line", { class: "start", x1: at, x2: at, y1: BOX.top, y2: BOX.tall - BOX.bottom }));
-    found.push(note(at + 4, BOX.top + 24, "question", "start"));
+    elements.push(svg("line", { class: "start", x1: at, x2: at, y1: BOX.top, y2: BOX.tall - BOX.bottom }));
+    elements.push(note(at + 4, BOX.top + 24, "question", "start"));
   }
-  return found;
+  return elements;
 }
 
 /** A shaded stretch of positions, with its name where there is room for it. */
 function shade(name, from, to, x) {
   const [left, right] = [x(from - 0.5), x(to + 0.5)];
   const box = { x: left, width: right - left, y: BOX.top, height: BOX.tall - BOX.top - BOX.bottom };
-  const found = [svg("rect", { class: "shade", ...box })];
+  const elements = [svg("rect", { class: "shade", ...box })];
   const middle = { class: "quiet", x: (left + right) / 2, y: BOX.top + 11, "text-anchor": "middle" };
-  if (right - left > 6.5 * name.length) found.push(svg("text", middle, name));
-  return found;
+  if (right - left > 6.5 * name.length) elements.push(svg("text", middle, name));
+  return elements;
 }
 
 /** Paths of a line: its band, its null, itself; a gap where positions are left out. */
 function drawn(line, x, y) {
   const path = (values) =>
-    values.reduce((made, value, i) => {
-      if (!Number.isFinite(value)) return made;
+    values.reduce((commands, value, i) => {
+      if (!Number.isFinite(value)) return commands;
       const joined = i > 0 && Number.isFinite(values[i - 1]) && line.x[i] - line.x[i - 1] === 1;
-      return `${made}${joined ? "L" : "M"}${x(line.x[i]).toFixed(1)} ${y(value).toFixed(1)}`;
+      return `${commands}${joined ? "L" : "M"}${x(line.x[i]).toFixed(1)} ${y(value).toFixed(1)}`;
     }, "");
   const bands = line.mean
     .map((mean, i) => {
@@ -166,7 +166,7 @@ function drawn(line, x, y) {
 
 /** The names of the lines. */
 function legend(lines) {
-  const key = (words, colour, dots) => {
+  const entry = (words, colour, dots) => {
     const mark = html("i", { className: dots ? "dots" : "" });
     mark.style.borderColor = colour;
     return html("span", {}, mark, words);
@@ -175,8 +175,8 @@ function legend(lines) {
     "p",
     { className: "legend" },
     ...lines.flatMap((line) => [
-      key(line.name, line.colour, false),
-      ...(line.null_name ? [key(`${line.null_name}, ${line.name}`, line.colour, true)] : []),
+      entry(line.name, line.colour, false),
+      ...(line.null_name ? [entry(`${line.null_name}, ${line.name}`, line.colour, true)] : []),
     ]),
   );
 }
@@ -192,9 +192,9 @@ function wordsAt(lines, plot, event, wide, last) {
     const half = line.mean[i] * line.half[i],
       ends = Number.isNaN(half)
         ? ""
-        : ` [${shown(line.mean[i] - half, "value")}, ${shown(line.mean[i] + half, "value")}]`;
-    const ofNull = Number.isNaN(line.null[i]) ? "" : `, ${line.null_name} ${shown(line.null[i], "value")}`;
-    return [`${line.name}: ${shown(line.mean[i], "value")}${ends}${ofNull}, n = ${line.n[i]}`];
+        : ` [${formatted(line.mean[i] - half, "value")}, ${formatted(line.mean[i] + half, "value")}]`;
+    const ofNull = Number.isNaN(line.null[i]) ? "" : `, ${line.null_name} ${formatted(line.null[i], "value")}`;
+    return [`${line.name}: ${formatted(line.mean[i], "value")}${ends}${ofNull}, n = ${line.n[i]}`];
   });
   return words.length ? [`position ${place}`, ...words].join("\n") : "";
 }
@@ -206,11 +206,11 @@ const DOTTED = {
 
 /** How to read the curves. */
 function noteOf(model, condition, cut, lines) {
-  const none = condition !== "baseline" && !model.curves.inserted[condition],
-    dotted = DOTTED[lines[lines.length - 1].null_name];
+  const isNothingInserted = condition !== "baseline" && !model.curves.inserted[condition],
+    dottedWords = DOTTED[lines[lines.length - 1].null_name];
   const parts = [
-    `Bands: ${model.curves.bands}; dotted: ${dotted}; positions with too few prompts are left out.`,
-    none
+    `Bands: ${model.curves.bands}; dotted: ${dottedWords}; positions with too few prompts are left out.`,
+    isNothingInserted
       ? "Only the original tokens are shown, as nothing is inserted, or at different positions in each prompt."
       : "",
     cut ? `The first token is beyond the axis: ${cut}.` : "",

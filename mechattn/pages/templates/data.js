@@ -4,22 +4,22 @@
 /** @typedef {{shape: number[], kind: "f4" | "f2" | "u2", data: string}} Packed */
 /** @typedef {{quantity: string, condition: string, show: string}} Measure */
 
-export const SHOWS = ["change", "value", "beyond"]; // the first that there is, is shown
+export const SHOWS = ["change", "value", "beyond"]; // a page opens with the first that a quantity has
 const SCALE = 1024;
-const read = new WeakMap();
+const unpackedArrays = new WeakMap();
 /** @type {Float32Array | undefined} */
-let halves;
+let halfNumbers;
 
-/** The bytes of base64; a loop, as a call a letter takes five times as long.
+/** The bytes of base64. This is a loop, since a call for each letter takes five times as long.
  * @param {string} text */
 function bytesOf(text) {
   const letters = atob(text),
-    made = new Uint8Array(letters.length);
-  for (let i = 0; i < letters.length; i++) made[i] = letters.charCodeAt(i);
-  return made;
+    bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  return bytes;
 }
 
-/** A text that the page holds squeezed.
+/** A text that the page holds compressed.
  * @param {string} name
  * @returns {Promise<string>} */
 export async function squeezed(name) {
@@ -29,13 +29,13 @@ export async function squeezed(name) {
 
 /** Every half-precision number, by its bits. */
 function halfTable() {
-  if (halves) return halves;
-  halves = new Float32Array(65536);
+  if (halfNumbers) return halfNumbers;
+  halfNumbers = new Float32Array(65536);
   for (let bits = 0; bits < 65536; bits++) {
     const exponent = (bits >> 10) & 31,
       fraction = bits & 1023,
       sign = bits >> 15 ? -1 : 1;
-    halves[bits] =
+    halfNumbers[bits] =
       (sign *
         (exponent === 31
           ? fraction
@@ -46,36 +46,36 @@ function halfTable() {
             : 2 ** -14 * (fraction / 1024))) /
       SCALE;
   }
-  return halves;
+  return halfNumbers;
 }
 
-/** The numbers of a packed array, read once.
+/** The numbers of a packed array, unpacked once.
  * @param {Packed} array
  * @returns {Float32Array | Uint16Array} */
 export function numbers(array) {
-  let found = read.get(array);
-  if (found) return found;
+  let values = unpackedArrays.get(array);
+  if (values) return values;
   const bytes = bytesOf(array.data).buffer;
-  if (array.kind === "f4") found = new Float32Array(bytes);
-  else if (array.kind === "u2") found = new Uint16Array(bytes);
+  if (array.kind === "f4") values = new Float32Array(bytes);
+  else if (array.kind === "u2") values = new Uint16Array(bytes);
   else {
     const table = halfTable();
-    found = Float32Array.from(new Uint16Array(bytes), (bits) => table[bits]);
+    values = Float32Array.from(new Uint16Array(bytes), (bits) => table[bits]);
   }
-  read.set(array, found);
-  return found;
+  unpackedArrays.set(array, values);
+  return values;
 }
 
 /** The last axis of a packed array at some indices of the others.
  * @param {Packed} array
- * @param {number[]} at */
-export function row(array, ...at) {
+ * @param {number[]} indices */
+export function row(array, ...indices) {
   const length = array.shape[array.shape.length - 1];
-  const start = at.reduce((sum, index, dim) => sum * array.shape[dim] + index, 0) * length;
+  const start = indices.reduce((sum, index, dim) => sum * array.shape[dim] + index, 0) * length;
   return numbers(array).subarray(start, start + length);
 }
 
-/** A number a head; none where nothing is held.
+/** A number of each head; NaN if the page has no such array.
  * @param {Packed | null} array
  * @param {any} model
  * @returns {Float32Array} */
@@ -87,11 +87,11 @@ export function ofHeads(array, model) {
 /** The ends of intervals from their middles and halves. */
 const ends = (middle, half) => [middle.map((value, i) => value - half[i]), middle.map((value, i) => value + half[i])];
 
-/** Whether the null (dilution or uniform attention) expects a change of its own, which q then tests against.
+/** Whether the null (dilution or uniform attention) predicts a change of its own, which can be tested against.
  * @param {any} change */
 const hasNull = (change) => change.known && !change.predicts_no_change;
 
-/** What a measure can show in a condition.
+/** What a page can show of a quantity in a condition.
  * @param {any} quantity
  * @param {string} condition */
 export function showsOf(quantity, condition) {
@@ -112,12 +112,12 @@ function withEnds(part, middle, half, model, scale) {
   return { value, low, high, scale };
 }
 
-/** A measure of every head, each array [layer · head], and the other measures of the same condition as its parts;
- * undefined where the result has none.
+/** A measure of every head, each array [layer · head], with the other measures of the same condition as its parts;
+ * undefined if the result does not have it.
  * @param {any} model
  * @param {Measure} measure */
 export function measured(model, { quantity: name, condition, show }) {
-  const quantity = model.quantities.find((one) => one.name === name);
+  const quantity = model.quantities.find((candidate) => candidate.name === name);
   if (!quantity || !showsOf(quantity, condition).includes(show)) return undefined;
   const values = quantity.values[condition],
     change = quantity.changes[condition];
@@ -136,11 +136,11 @@ export function measured(model, { quantity: name, condition, show }) {
     null: ofHeads(part.null, model),
     null_name: part.null_name ?? "uniform attention",
     ...testsOf(part, show, model),
-    signed: show !== "value" || value.some((one) => one < 0),
+    signed: show !== "value" || value.some((number) => number < 0),
   };
 }
 
-/** What a q tests, and which heads a map marks: those that differ, and of changes those that are large too.
+/** What a q tests, and which heads a map marks: those that differ, and of changes only those that are also large.
  * @param {any} part
  * @param {string} show
  * @param {any} model */
@@ -148,11 +148,11 @@ function testsOf(part, show, model) {
   if (show === "value") return { q: undefined, marked: undefined, tests: "no change" };
   if (show === "beyond") {
     const q = ofHeads(part.q_beyond, model);
-    return { q, marked: q.map((one) => Number(one < 0.05)), tests: part.null_name };
+    return { q, marked: q.map((number) => Number(number < 0.05)), tests: part.null_name };
   }
   const q = ofHeads(part.q_difference, model);
-  const more = { q_beyond: ofHeads(part.q_beyond, model), margin: part.margin };
-  return { q, marked: ofHeads(part.marked, model), ...more, tests: "no change" };
+  const furtherColumns = { q_beyond: ofHeads(part.q_beyond, model), margin: part.margin };
+  return { q, marked: ofHeads(part.marked, model), ...furtherColumns, tests: "no change" };
 }
 
 /** Which head an index is.
@@ -163,11 +163,11 @@ export const headAt = (model, index) => ({
   head: index % model.heads,
 });
 
-/** The index of a head; -1 where there is none.
+/** The index of a head; -1 if the model has no such head.
  * @param {any} model
  * @param {number} layer
  * @param {number} head */
 export function indexOf(model, layer, head) {
-  const at = model.layers.indexOf(layer);
-  return at < 0 || !(head >= 0 && head < model.heads) ? -1 : at * model.heads + head;
+  const layerIndex = model.layers.indexOf(layer);
+  return layerIndex < 0 || !(head >= 0 && head < model.heads) ? -1 : layerIndex * model.heads + head;
 }

@@ -10,10 +10,10 @@ export const COLOURS = /*COLOURS*/ {};
  * @param {...(Node | string)} children
  * @returns {any} */
 export function svg(name, attributes = {}, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, String(value));
-  made.append(...children);
-  return made;
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, String(value));
+  element.append(...children);
+  return element;
 }
 
 /** An element of HTML with properties and children.
@@ -22,9 +22,9 @@ export function svg(name, attributes = {}, ...children) {
  * @param {...(Node | string)} children
  * @returns {any} */
 export function html(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
+  const element = Object.assign(document.createElement(name), properties);
+  element.append(...children);
+  return element;
 }
 
 /** The colour of a share of the scale's reach: −1 to 1, or 0 to 1.
@@ -32,14 +32,14 @@ export function html(name, properties = {}, ...children) {
 export function colour(share) {
   if (Number.isNaN(share)) return "none";
   const [ground, less, more] = COLOURS.map[document.documentElement.dataset.theme === "dark" ? "dark" : "light"].map(
-    (/** @type {string} */ hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)),
+    (/** @type {string} */ hex) => [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16)),
   );
   const end = share < 0 ? less : more,
     weight = Math.min(1, Math.abs(share));
   return `rgb(${ground.map((from, i) => Math.round(from + weight * (end[i] - from))).join(",")})`;
 }
 
-/** The ground of a word, as strong as leaves it readable.
+/** The background of a word, pale enough to leave it readable.
  * @param {string} name A colour of page.css
  * @param {number} share From 0 to 1 */
 export function ground(name, share) {
@@ -47,38 +47,38 @@ export function ground(name, share) {
   return `color-mix(in srgb, var(--${name}) ${Math.round(most * Math.min(1, share || 0))}%, transparent)`;
 }
 
-/** The largest size, or 1 where there is none.
+/** The largest absolute value, or 1 if there is none above 0.
  * @param {ArrayLike<number>} values */
 export function reach(values) {
-  let most = 0;
-  for (let i = 0; i < values.length; i++) if (Math.abs(values[i]) > most) most = Math.abs(values[i]);
-  return most || 1;
+  let largest = 0;
+  for (let i = 0; i < values.length; i++) if (Math.abs(values[i]) > largest) largest = Math.abs(values[i]);
+  return largest || 1;
 }
 
-/** Round steps of an axis from low to high, six at most.
+/** Round numbers of an axis from low to high, six at most.
  * @param {number} low
  * @param {number} high */
 export function ticks(low, high) {
-  const rough = (high - low) / 5 || 1,
-    power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) || 10 * power;
-  const found = [];
+  const leastStep = (high - low) / 5 || 1,
+    power = 10 ** Math.floor(Math.log10(leastStep));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= leastStep) || 10 * power;
+  const values = [];
   for (let at = Math.ceil(low / step); at * step <= high * (1 + 1e-9); at++)
-    found.push(Number((at * step).toPrecision(10)));
-  return found;
+    values.push(Number((at * step).toPrecision(10)));
+  return values;
 }
 
-/** Steps of an axis of log-ratios that are round as percentages, or as multiples.
- * @param {(at: number) => number} shown
- * @param {(at: number) => number} back */
-const logTicks = (shown, back) => (/** @type {number} */ low, /** @type {number} */ high) =>
-  ticks(shown(low), shown(high))
-    .map(back)
-    .filter((at) => at >= low && at <= high);
+/** Log-ratios of an axis that are round as percentages, or as multiples.
+ * @param {(logRatio: number) => number} toShown
+ * @param {(shown: number) => number} toLogRatio */
+const logTicks = (toShown, toLogRatio) => (/** @type {number} */ low, /** @type {number} */ high) =>
+  ticks(toShown(low), toShown(high))
+    .map(toLogRatio)
+    .filter((logRatio) => logRatio >= low && logRatio <= high);
 export const percentTicks = logTicks(Math.expm1, Math.log1p);
 export const multipleTicks = logTicks(Math.exp, Math.log);
 
-/** The note beside the mouse, or at the foot of a phone's screen (page.css); none without words.
+/** The note beside the mouse, or at the foot of a phone's screen (page.css). Without words it is hidden.
  * @param {string} words
  * @param {MouseEvent} [event] */
 export function tip(words, event) {
@@ -87,7 +87,7 @@ export function tip(words, event) {
   if (!words || !event) return;
   note.textContent = words;
   const { scrollX, scrollY, innerWidth } = window,
-    wide = note.offsetWidth;
-  note.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - wide - 12)) + scrollX}px`;
+    noteWidth = note.offsetWidth;
+  note.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - noteWidth - 12)) + scrollX}px`;
   note.style.top = `${event.clientY + 16 + scrollY}px`;
 }

@@ -28,11 +28,11 @@ const plotly = () => /** @type {any} */ (window).Plotly;
 
 /** A figure from its JSON, its colours those of a dark ground where it is dark. */
 function spec(text, dark) {
-  const made = JSON.parse(
+  const figure = JSON.parse(
     dark ? Object.entries(COLOURS.figures).reduce((t, [light, on]) => t.replaceAll(light, on), text) : text,
   );
-  if (!dark) return made;
-  const { layout } = made;
+  if (!dark) return figure;
+  const { layout } = figure;
   Object.assign(layout, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" });
   layout.font = { ...layout.font, color: "#e6e6e3" };
   const lines = { gridcolor: "#343a42", zerolinecolor: "#4a525c", linecolor: "#4a525c" };
@@ -42,7 +42,7 @@ function spec(text, dark) {
     }
   }
   layout.sliders?.forEach((slider) => Object.assign(slider, { bgcolor: "#343a42", activebgcolor: "#79b0ee" }));
-  return made;
+  return figure;
 }
 
 const plain = (text) =>
@@ -52,7 +52,7 @@ const plain = (text) =>
     .replace(/&gt;/g, ">")
     .replace(/&amp;/g, "&")
     .trim();
-const at = (list, i) => (Array.isArray(list) || ArrayBuffer.isView(list) ? list[i] : undefined);
+const entryAt = (list, i) => (Array.isArray(list) || ArrayBuffer.isView(list) ? list[i] : undefined);
 
 /** What the panel of a trace is called: the title above it and the words under its axis. */
 function panelName(plot, trace) {
@@ -69,53 +69,53 @@ function panelName(plot, trace) {
 
 /** The numbers of a drawn figure as rows. */
 export function rows(plot) {
-  const out = [["panel", "series", "x", "y", "z", "low", "high", "more"]];
+  const table = [["panel", "series", "x", "y", "z", "low", "high", "more"]];
   for (const trace of plot._fullData) {
     if (trace.fill === "toself") continue; // the outline of a band, whose ends stand with its line
     const panel = panelName(plot, trace),
       names = Array.isArray(trace.meta) ? trace.meta : [];
     const add = (x, y, z, extra, low, high) => {
-      const known = { x, low, high },
-        more = [];
+      const columns = { x, low, high },
+        otherValues = [];
       names.forEach((name, k) => {
-        const value = names.length > 1 ? at(extra, k) : extra;
-        if (name in known) known[name] = value;
-        else if (value !== undefined) more.push(`${name}=${value}`);
+        const value = names.length > 1 ? entryAt(extra, k) : extra;
+        if (name in columns) columns[name] = value;
+        else if (value !== undefined) otherValues.push(`${name}=${value}`);
       });
-      out.push([panel, trace.name, known.x, y, z, known.low, known.high, more.join("; ")]);
+      table.push([panel, trace.name, columns.x, y, z, columns.low, columns.high, otherValues.join("; ")]);
     };
     if (trace.z) {
       trace.z.forEach((row, j) =>
         [...row].forEach((z, i) =>
-          add(at(trace.x, i) ?? i, at(trace.y, j) ?? j, z, at(at(trace.customdata, j), i), undefined, undefined),
+          add(entryAt(trace.x, i) ?? i, entryAt(trace.y, j) ?? j, z, entryAt(entryAt(trace.customdata, j), i)),
         ),
       );
       continue;
     }
     const bars = trace.error_y?.visible ? trace.error_y : {};
     [...(trace.y ?? [])].forEach((y, i) => {
-      const up = at(bars.array, i),
-        down = bars.symmetric === false ? at(bars.arrayminus, i) : up;
+      const up = entryAt(bars.array, i),
+        down = bars.symmetric === false ? entryAt(bars.arrayminus, i) : up;
       add(
-        at(trace.x, i),
+        entryAt(trace.x, i),
         y,
         undefined,
-        at(trace.customdata, i),
+        entryAt(trace.customdata, i),
         down === undefined ? undefined : y - down,
         up === undefined ? undefined : y + up,
       );
     });
   }
-  return out;
+  return table;
 }
 
 /** Titles as names of files, each its own. */
 function names(figures) {
-  const seen = new Map();
+  const counts = new Map();
   return figures.map((figure) => {
     const name = fileName(figure.parentElement.querySelector("summary").textContent),
-      count = (seen.get(name) ?? 0) + 1;
-    seen.set(name, count);
+      count = (counts.get(name) ?? 0) + 1;
+    counts.set(name, count);
     return count > 1 ? `${name}-${count}` : name;
   });
 }
@@ -131,8 +131,8 @@ async function draw(figure) {
   if (!plot.childElementCount) plot.textContent = "Drawing …";
   figure.dataset.form = form(figure);
   await load();
-  const made = spec(figure.querySelector("script").textContent, theme === "dark");
-  const { data, layout } = form(figure) === "narrow" ? narrowed(made, figure.clientWidth) : made;
+  const wide = spec(figure.querySelector("script").textContent, theme === "dark");
+  const { data, layout } = form(figure) === "narrow" ? narrowed(wide, figure.clientWidth) : wide;
   if (form(figure) === "paper") layout.width = figure.clientWidth / ON_PAPER;
   if (!plot.querySelector(".main-svg")) plot.textContent = "";
   plot.style.height = `${layout.height ?? 450}px`;
@@ -158,20 +158,18 @@ function drawOpen() {
 
 /** Listen for parts that are opened, and for their buttons. Gives what draws again in another light. */
 export function figures() {
-  const all = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("details.section > figure")]),
-    called = names(all);
+  const elements = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("details.section > figure")]),
+    fileNames = names(elements);
   document.querySelectorAll("details.section").forEach((part) => part.addEventListener("toggle", drawOpen));
-  all.forEach((figure, i) =>
+  elements.forEach((figure, i) =>
     figure.querySelectorAll("[data-do]").forEach((/** @type {any} */ button) =>
       button.addEventListener("click", () => {
         const plot = figure.querySelector(".plot");
-        if (button.dataset.do === "csv") return saveCsv(called[i], rows(plot));
+        if (button.dataset.do === "csv") return saveCsv(fileNames[i], rows(plot));
         // For paper, so always on white.
         const { data, layout } = spec(figure.querySelector("script").textContent, false);
-        return plotly().downloadImage(
-          { data, layout },
-          { format: "svg", width: Math.max(720, plot.clientWidth), height: layout.height ?? 450, filename: called[i] },
-        );
+        const size = { width: Math.max(720, plot.clientWidth), height: layout.height ?? 450 };
+        return plotly().downloadImage({ data, layout }, { format: "svg", filename: fileNames[i], ...size });
       }),
     ),
   );

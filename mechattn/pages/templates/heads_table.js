@@ -3,7 +3,7 @@
 
 import { headAt, measured, ofHeads } from "./data.js";
 import { html } from "./drawing.js";
-import { chance, endsOf, saveCsv, shown } from "./words.js";
+import { endsOf, formatted, formattedQ, saveCsv } from "./words.js";
 
 /** A column: its name as in result.compare and in CSV, the head's numbers, how they are written, the words over them on
  * the screen (none where they stand in CSV alone), and the ends of their intervals.
@@ -22,82 +22,83 @@ export function columnsOf(model, quantity, condition) {
     { name: "head", of: index.map((i) => headAt(model, i).head), scale: "whole", words: "head" },
   ];
   const change = quantity.changes[condition],
-    made = measured(model, { quantity: quantity.name, condition, show: change ? "change" : "value" });
-  if (!made) return columns;
-  if (!change) return [...columns, ...ofValues(made, condition)];
+    measurement = measured(model, { quantity: quantity.name, condition, show: change ? "change" : "value" });
+  if (!measurement) return columns;
+  if (!change) return [...columns, ...ofValues(measurement, condition)];
   const reference = ofHeads(quantity.values.baseline?.mean ?? null, model);
   columns.push({ name: "reference", of: reference, scale: "value", words: "baseline" });
-  columns.push({ name: "value", of: made.parts.value.value, scale: "value", words: condition });
-  return [...columns, ...ofChanges(made)];
+  columns.push({ name: "value", of: measurement.parts.value.value, scale: "value", words: condition });
+  return [...columns, ...ofChanges(measurement)];
 }
 
 /** A number, the ends of its interval and uniform attention's, where nothing is compared. */
-const ofValues = (made, condition) => [
-  { name: "value", of: made.value, scale: "value", words: condition, ends: made },
-  { name: "value_low", of: made.low, scale: "value" },
-  { name: "value_high", of: made.high, scale: "value" },
-  { name: "uniform", of: made.null, scale: "value", words: "uniform attention" },
+const ofValues = (measurement, condition) => [
+  { name: "value", of: measurement.value, scale: "value", words: condition, ends: measurement },
+  { name: "value_low", of: measurement.low, scale: "value" },
+  { name: "value_high", of: measurement.high, scale: "value" },
+  { name: "uniform", of: measurement.null, scale: "value", words: "uniform attention" },
 ];
 
 /** The change as a fraction and as it was computed, each beside its interval, and its q; in CSV also what the null
  * (dilution or uniform attention) would give, and the change relative to that. */
-function ofChanges(made) {
-  const { change, beyond } = made.parts,
+function ofChanges(measurement) {
+  const { change, beyond } = measurement.parts,
     relative = change.scale === "log-ratio";
-  const three = (name, part, words) => [
+  const withEnds = (name, part, words) => [
     { name, of: part.value, scale: part.scale, words, ends: part },
     ...["low", "high"].map((end) => ({ name: `${name}_${end}`, of: part[end], scale: part.scale })),
   ];
-  const [value, low, high, none] = [change.value, change.low, change.high, made.null].map((of) => of.map(Math.expm1));
-  const columns = relative ? three("change", { value, low, high, scale: "fraction" }, "change") : [];
-  if (relative) columns.push({ name: "change_null", of: none, scale: "fraction" });
-  columns.push(...three("difference", change, relative ? undefined : "difference"));
-  columns.push({ name: "null", of: made.null, scale: change.scale });
-  if (beyond) columns.push(...three("beyond", beyond, undefined));
-  if (beyond) columns.push({ name: "q_beyond", of: made.q_beyond, scale: "q" });
-  return [...columns, { name: "q_difference", of: made.q, scale: "q", words: "q, against no change" }];
+  const logRatios = [change.value, change.low, change.high, measurement.null];
+  const [value, low, high, ofNull] = logRatios.map((numbers) => numbers.map(Math.expm1));
+  const columns = relative ? withEnds("change", { value, low, high, scale: "fraction" }, "change") : [];
+  if (relative) columns.push({ name: "change_null", of: ofNull, scale: "fraction" });
+  columns.push(...withEnds("difference", change, relative ? undefined : "difference"));
+  columns.push({ name: "null", of: measurement.null, scale: change.scale });
+  if (beyond) columns.push(...withEnds("beyond", beyond, undefined));
+  if (beyond) columns.push({ name: "q_beyond", of: measurement.q_beyond, scale: "q" });
+  return [...columns, { name: "q_difference", of: measurement.q, scale: "q", words: "q, against no change" }];
 }
 
 /** A cell of the table: a number, and its interval in small print. */
 function cellOf(column, i) {
-  const words = column.scale === "q" ? chance(column.of[i]) : shown(column.of[i], column.scale);
-  const made = html("td", {}, words);
-  made.dataset.column = column.name;
+  const words = column.scale === "q" ? formattedQ(column.of[i]) : formatted(column.of[i], column.scale);
+  const cell = html("td", {}, words);
+  cell.dataset.column = column.name;
   if (column.ends && words !== "–")
-    made.append(html("span", { className: "ends", textContent: endsOf(column.ends, i) }));
-  return made;
+    cell.append(html("span", { className: "ends", textContent: endsOf(column.ends, i) }));
+  return cell;
 }
 
 /** Draw the table.
  * @param {HTMLElement} place
  * @param {Column[]} columns
  * @param {{index: number, brushed: Set<number> | null, rows: number, sort: {by: string, down: boolean},
- *   choose: (i: number) => void, order: (by: string) => void}} on
+ *   choose: (i: number) => void, order: (by: string) => void}} selection
  * @returns {{count: number, by: string}} How many heads there are to show, and what they are sorted by, in words */
-export function drawTable(place, columns, on) {
-  const seen = columns.filter((column) => column.words),
-    by = columns.find((column) => column.name === on.sort.by) ?? columns[1],
-    order = ranked(by, columns[0].of.length, on);
-  const heads = seen.map((column) => {
-    const sorted = column !== by ? "none" : on.sort.down ? "descending" : "ascending";
+export function drawTable(place, columns, selection) {
+  const shownColumns = columns.filter((column) => column.words),
+    by = columns.find((column) => column.name === selection.sort.by) ?? columns[1],
+    order = ranked(by, columns[0].of.length, selection);
+  const heads = shownColumns.map((column) => {
+    const sorted = column !== by ? "none" : selection.sort.down ? "descending" : "ascending";
     const button = html("button", { type: "button", id: `by-${column.name}`, textContent: column.words }),
-      made = html("th", { scope: "col" }, button);
-    made.setAttribute("aria-sort", sorted);
-    button.addEventListener("click", () => on.order(column.name));
-    return made;
+      header = html("th", { scope: "col" }, button);
+    header.setAttribute("aria-sort", sorted);
+    button.addEventListener("click", () => selection.order(column.name));
+    return header;
   });
-  const rows = order.slice(0, on.rows).map((i) => {
+  const rows = order.slice(0, selection.rows).map((i) => {
     const [layer, head] = [columns[0].of[i], columns[1].of[i]];
     const open = html("button", { type: "button", textContent: `L${layer}H${head}` });
     open.setAttribute("aria-label", `layer ${layer} head ${head}`);
-    open.addEventListener("click", () => on.choose(i));
-    const cells = seen.slice(1).map((column) => cellOf(column, i));
-    const made = html("tr", { className: i === on.index ? "here" : "" }, html("td", {}, open), ...cells);
-    made.dataset.i = String(i);
-    return made;
+    open.addEventListener("click", () => selection.choose(i));
+    const cells = shownColumns.slice(1).map((column) => cellOf(column, i));
+    const row = html("tr", { className: i === selection.index ? "here" : "" }, html("td", {}, open), ...cells);
+    row.dataset.i = String(i);
+    return row;
   });
   place.replaceChildren(html("thead", {}, html("tr", {}, ...heads)), html("tbody", {}, ...rows));
-  return { count: order.length, by: `sorted by “${by.words}”, ${firstWords(by, on.sort.down)} first` };
+  return { count: order.length, by: `sorted by “${by.words}”, ${firstWords(by, selection.sort.down)} first` };
 }
 
 /** Which heads come first. */
@@ -109,18 +110,19 @@ function firstWords(by, down) {
 
 const signed = (column) => ["fraction", "log-ratio", "ratio", "difference"].includes(column.scale);
 
-/** Heads in the order of a column; signed numbers by their size, those that are none last. */
-function ranked(by, count, on) {
+/** Heads in the order of a column: signed numbers by their size, and NaN last. */
+function ranked(by, count, selection) {
   const of = (i) => (signed(by) ? Math.abs(by.of[i]) : by.name === "head" ? i : by.of[i]);
-  const known = Array.from({ length: count }, (_, i) => i).filter((i) => !on.brushed || on.brushed.has(i));
-  return known.sort((a, b) => {
+  const { brushed } = selection;
+  const indices = Array.from({ length: count }, (_, i) => i).filter((i) => !brushed || brushed.has(i));
+  return indices.sort((a, b) => {
     const [x, y] = [of(a), of(b)];
     if (Number.isNaN(x) || Number.isNaN(y)) return Number(Number.isNaN(x)) - Number(Number.isNaN(y)) || a - b;
-    return (on.sort.down ? y - x : x - y) || a - b;
+    return (selection.sort.down ? y - x : x - y) || a - b;
   });
 }
 
-/** All columns of all heads, or of those that are brushed, as CSV; numbers as they are held.
+/** All columns of all heads, or of those that are brushed, as CSV, with the numbers as the page has them.
  * @param {string} name
  * @param {Column[]} columns
  * @param {{quantity: any, condition: string}} about

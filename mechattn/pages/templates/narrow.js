@@ -5,19 +5,19 @@ const PANEL = 270, // pixels of a panel with its title and its axis
   GAP = 92,
   LETTER = 6.6; // pixels
 
-/** Words in lines of at most some letters; the lines that there are stay.
+/** Words in lines of at most some letters. Line breaks that the text has stay.
  * @param {string} text
  * @param {number} letters */
 export function wrapped(text, letters) {
   const lines = text.split("<br>").flatMap((line) => {
-    const made = [""];
+    const pieces = [""];
     for (const word of line.split(" ")) {
-      const last = made[made.length - 1],
+      const last = pieces[pieces.length - 1],
         longer = last ? `${last} ${word}` : word;
-      if (longer.replace(/<[^>]*>/g, "").length > letters && last) made.push(word);
-      else made[made.length - 1] = longer;
+      if (longer.replace(/<[^>]*>/g, "").length > letters && last) pieces.push(word);
+      else pieces[pieces.length - 1] = longer;
     }
-    return made;
+    return pieces;
   });
   return lines.join("<br>");
 }
@@ -34,25 +34,28 @@ function panelsOf(layout) {
 
 /** From a panel's old place to its new one; panels go down line by line. */
 function places(panels) {
-  const starts = (axis, sign) => [...new Set(panels.map((one) => one[axis].domain[0]))].sort((a, b) => sign * (a - b));
+  const starts = (axis, sign) => {
+    const ofPanels = panels.map((panel) => panel[axis].domain[0]);
+    return [...new Set(ofPanels)].sort((a, b) => sign * (a - b));
+  };
   const [columns, rows] = [starts("x", 1), starts("y", -1)],
     count = columns.length * rows.length,
     gap = GAP / (count * PANEL),
-    each = (1 - gap * (count - 1)) / count;
+    height = (1 - gap * (count - 1)) / count;
   return panels.map(({ x, y }) => {
-    const number = rows.indexOf(y.domain[0]) * columns.length + columns.indexOf(x.domain[0]),
-      top = 1 - number * (each + gap);
-    return { old: { x: [...x.domain], y: [...y.domain] }, x: [0, 1], y: [Math.max(0, top - each), top], count };
+    const index = rows.indexOf(y.domain[0]) * columns.length + columns.indexOf(x.domain[0]),
+      top = 1 - index * (height + gap);
+    return { old: { x: [...x.domain], y: [...y.domain] }, x: [0, 1], y: [Math.max(0, top - height), top], count };
   });
 }
 
 /** A note of the layout, moved along with the panel over which it stands. */
 function moved(note, places) {
   if (note.xref !== "paper" || note.yref !== "paper") return note;
-  const over = places.filter(({ old }) => note.x >= old.x[0] - 1e-6 && note.x <= old.x[1] + 1e-6);
-  const far = ({ old }) => Math.abs(note.y - old.y[1]);
-  const [place] = over.sort((a, b) => far(a) - far(b));
-  if (!place || far(place) > 0.05) return note;
+  const placesBelow = places.filter(({ old }) => note.x >= old.x[0] - 1e-6 && note.x <= old.x[1] + 1e-6);
+  const distance = ({ old }) => Math.abs(note.y - old.y[1]);
+  const [place] = placesBelow.sort((a, b) => distance(a) - distance(b));
+  if (!place || distance(place) > 0.05) return note;
   const x = (note.x - place.old.x[0]) / (place.old.x[1] - place.old.x[0]);
   return { ...note, x, y: place.y[1] + (note.y - place.old.y[1]) };
 }
@@ -60,11 +63,12 @@ function moved(note, places) {
 /** Notes and titles of axes in lines that fit, and panels at their new places. */
 function placed(layout, letters) {
   const panels = panelsOf(layout),
-    found = places(panels),
-    count = found[0]?.count ?? 1;
-  const notes = count > 1 ? (layout.annotations ?? []).map((note) => moved(note, found)) : (layout.annotations ?? []);
+    newPlaces = places(panels),
+    count = newPlaces[0]?.count ?? 1;
+  const annotations = layout.annotations ?? [],
+    notes = count > 1 ? annotations.map((note) => moved(note, newPlaces)) : annotations;
   panels.forEach(({ x, y }, i) => {
-    if (count > 1) [x.domain, y.domain] = [found[i].x, found[i].y];
+    if (count > 1) [x.domain, y.domain] = [newPlaces[i].x, newPlaces[i].y];
     if (x.title?.text) x.title.text = wrapped(x.title.text, letters - 10);
     if (y.title?.text) y.title.text = wrapped(y.title.text, 30);
   });

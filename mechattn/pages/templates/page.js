@@ -10,14 +10,14 @@ import { columnsOf, drawTable, saveTable } from "./heads_table.js";
 import { drawRoom, opened } from "./room.js";
 import { drawScatter, measuresOf } from "./scatter.js";
 import { drawThumbnails } from "./thumbnails.js";
-import { called, fileName, said, showWords } from "./words.js";
+import { fileName, headWords, measureWords, showWords } from "./words.js";
 
 const FEW = 12;
 const PICKED =
-  "A change in percent is a mean of ratios, one a prompt; it is not the ratio of the two columns. " +
+  "A change in percent is a mean of ratios, one for each prompt; it is not the ratio of the two columns. " +
   "A head picked as the largest on these prompts has an interval that is too optimistic " +
   '(select="half" in result.compare avoids this).';
-/** How to read a multiple of what the null gives. */
+/** How to read a multiple of the null. */
 const multiple = (name) => ` 2 × ${name}: twice as much of it is left as ${name} would leave.`;
 /** @type {any[]} */
 let models = [];
@@ -25,7 +25,7 @@ const part = (name) => /** @type {any} */ (document.getElementById(name));
 const root = document.documentElement;
 let wanted = asked(""), // what the reader asked for
   /** @type {any} */
-  state = {}, // and what this model shows of it
+  state = {}, // what this model shows of it
   brushed = null,
   prompt = 0,
   rows = FEW,
@@ -33,10 +33,10 @@ let wanted = asked(""), // what the reader asked for
   redrawFigures = () => {};
 
 const model = () => models[state.model];
-const quantity = () => model().quantities.find((one) => one.name === state.quantity);
+const quantity = () => model().quantities.find((candidate) => candidate.name === state.quantity);
 const fromKey = (text) => measuresOf(model(), state.condition).find((measure) => key(measure) === text);
 
-/** Show what the address asks for, and say what it asks for in vain. */
+/** Show what the address asks for, and say what the page does not have. */
 function fromAddress() {
   wanted = asked(location.hash);
   state = resolved(models, wanted);
@@ -56,11 +56,11 @@ function controls() {
   const alike = (words) => words.map((word) => [word, word]);
   const words = (show) => showWords(quantity(), { condition: state.condition, show });
   const shows = showsOf(quantity(), state.condition).map((show) => [show, words(show)]);
-  const of = (name) => quantities.find((one) => one.name === name);
-  const measures = measuresOf(model(), state.condition).map((one) => [key(one), called(of(one.quantity), one)]);
+  const wordsOf = (measure) => measureWords(quantities.find(({ name }) => name === measure.quantity), measure);
+  const measures = measuresOf(model(), state.condition).map((measure) => [key(measure), wordsOf(measure)]);
   const others = models.map(({ name }) => name).filter((name) => name !== model().name);
   fill("condition", alike(conditions), state.condition);
-  const named = quantities.map((one) => [one.name, one.words]);
+  const named = quantities.map(({ name, words }) => [name, words]);
   fill("quantity", named, state.quantity);
   fill("show", shows, state.show);
   fill("beside", [["", "no other model"], ...alike(others)], state.beside);
@@ -90,7 +90,7 @@ function tabs() {
   part("instrument").setAttribute("aria-labelledby", `model-${state.model}`);
 }
 
-/** Change what is chosen, and draw what hangs on it. */
+/** Change what is chosen, and draw what depends on it. */
 function choose(change, walked = false) {
   const focus = document.activeElement?.id,
     row = document.activeElement?.closest("#heads-table tr")?.getAttribute("data-i");
@@ -107,7 +107,7 @@ function choose(change, walked = false) {
   if (focus && change.layer === undefined) part(focus)?.focus();
 }
 
-/** What is shown, as an address: with what was asked for where this model lacks it. */
+/** What is shown, as an address. What this model lacks stays as it was asked for. */
 function view() {
   const filled = Object.entries(state).filter(([name]) => name !== "model" && (wanted[name] ?? "") === "");
   return { ...wanted, ...Object.fromEntries(filled), model: model().name };
@@ -115,12 +115,12 @@ function view() {
 
 function draw() {
   const measure = { quantity: state.quantity, condition: state.condition, show: state.show },
-    made = measured(model(), measure);
+    measurement = measured(model(), measure);
   const index = indexOf(model(), state.layer, state.head);
-  const other = models.find((one) => one.name === state.beside),
+  const other = models.find((candidate) => candidate.name === state.beside),
     beside = other && measured(other, measure);
-  const most = made ? strongest(made, beside ?? made) : 1;
-  const on = {
+  const most = measurement ? strongest(measurement, beside ?? measurement) : 1;
+  const selection = {
     ...{ index, brushed, most },
     choose: (i, walked) => choose(headAt(model(), i), walked),
     brush: (heads) => {
@@ -128,33 +128,33 @@ function draw() {
       draw();
     },
   };
-  part("map-title").textContent = made ? called(made.quantity, measure) : "No such number";
-  const times = made?.scale === "ratio" ? multiple(made.null_name) : "";
+  part("map-title").textContent = measurement ? measureWords(measurement.quantity, measure) : "No such number";
+  const times = measurement?.scale === "ratio" ? multiple(measurement.null_name) : "";
   part("about").textContent = `${quantity().about} (${quantity().units}).${times}`;
   part("map-name").textContent = other ? model().name : "";
-  if (made) {
-    drawMap(part("map"), model(), made, on);
-    drawScale(part("scale"), made, most);
-    part("said").textContent = `${said(model(), made, index)}. ${sureHeads(model(), made)}`;
+  if (measurement) {
+    drawMap(part("map"), model(), measurement, selection);
+    drawScale(part("scale"), measurement, most);
+    part("said").textContent = `${headWords(model(), measurement, index)}. ${sureHeads(model(), measurement)}`;
   } else {
     part("map").replaceChildren(quantity().missing[state.condition] ?? "");
     for (const name of ["scale", "said"]) part(name).replaceChildren();
   }
   drawBeside(other, beside, most);
   drawRoom(part("room"), model(), state.layer, state.head, state.condition);
-  if (part("thumbs-part").open) thumbnails(made, on);
-  if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
-  table(on);
+  if (part("thumbs-part").open) thumbnails(measurement, selection);
+  if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), selection);
+  table(selection);
 }
 
 /** Every head's pattern; a click there also opens the large one. */
-function thumbnails(made, on) {
+function thumbnails(measurement, selection) {
   const choose = (i, walked) => {
     opened.add("pattern");
-    on.choose(i, walked);
+    selection.choose(i, walked);
   };
-  const { condition } = state;
-  drawThumbnails(part("thumbs"), part("thumbs-note"), model(), made, prompt, { ...on, condition, choose });
+  const ofThumbnails = { ...selection, condition: state.condition, choose };
+  drawThumbnails(part("thumbs"), part("thumbs-note"), model(), measurement, prompt, ofThumbnails);
 }
 
 /** A click on a pattern selects its prompt. */
@@ -168,31 +168,33 @@ function listenToPatterns() {
 }
 
 /** The same measure of another model, on the same scale; a click there goes over to it. */
-function drawBeside(other, made, most) {
+function drawBeside(other, measurement, most) {
   const place = part("map-beside");
-  if (!made) return place.replaceChildren(other ? `${other.name} does not have this quantity in this condition.` : "");
+  const refusal = other ? `${other.name} does not have this quantity in this condition.` : "";
+  if (!measurement) return place.replaceChildren(refusal);
   const index = indexOf(other, state.layer, state.head),
     drawn = html("div");
   place.replaceChildren(html("p", { className: "note", textContent: `${other.name}, on the same scale` }), drawn);
-  const over = (i, walked) => choose({ model: other.name, beside: model().name, ...headAt(other, i) }, walked);
-  return drawMap(drawn, other, made, { index, brushed: null, most, prefix: "beside-", choose: over });
+  const chooseOther = (i, walked) => choose({ model: other.name, beside: model().name, ...headAt(other, i) }, walked);
+  return drawMap(drawn, other, measurement, { index, brushed: null, most, prefix: "beside-", choose: chooseOther });
 }
 
-function table(on) {
+function table(selection) {
   const columns = columnsOf(model(), quantity(), state.condition),
     changed = columns.some(({ name, words }) => name === "change" && words) ? "change" : "difference";
   const by = { beyond: "beyond", change: changed, value: "value" }[state.show];
-  const now = sort.by ? sort : { by, down: true };
+  const sorting = sort.by ? sort : { by, down: true };
   const order = (name) => {
-    sort = { by: name, down: now.by === name ? !now.down : name !== "head" && !name.startsWith("q_") };
-    table(on);
+    sort = { by: name, down: sorting.by === name ? !sorting.down : name !== "head" && !name.startsWith("q_") };
+    table(selection);
     part(`by-${name}`)?.focus();
   };
-  const drawn = drawTable(part("heads-table"), columns, { ...on, rows, sort: now, order });
+  const drawn = drawTable(part("heads-table"), columns, { ...selection, rows, sort: sorting, order });
   part("more-rows").hidden = drawn.count <= FEW;
   part("more-rows").textContent = rows > FEW ? "fewer heads" : `all ${drawn.count} heads`;
-  const of = `${drawn.count}${brushed ? " brushed" : ""} heads, ${quantity().words}, condition “${state.condition}”`;
-  part("table-note").textContent = `${of}; ${drawn.by}. ${PICKED}`;
+  const heads = `${drawn.count}${brushed ? " brushed" : ""} heads`,
+    subject = `${heads}, ${quantity().words}, condition “${state.condition}”`;
+  part("table-note").textContent = `${subject}; ${drawn.by}. ${PICKED}`;
 }
 
 function theme(name) {
@@ -261,8 +263,8 @@ function moved(/** @type {PopStateEvent} */ event) {
 /** Opens what the address points to, and what it stands in, and goes there: a head's room, or a part by its name. */
 function reveal() {
   const name = location.hash.slice(1),
-    said = part("refused").textContent !== "";
-  const target = part(said ? "refused" : /(^|&)(layer|head)=/.test(name) ? "room" : name);
+    isRefused = part("refused").textContent !== "";
+  const target = part(isRefused ? "refused" : /(^|&)(layer|head)=/.test(name) ? "room" : name);
   if (!target && name && !name.includes("=")) part("refused").textContent = `This page has no part “${name}”.`;
   if (!target) return;
   for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
@@ -270,8 +272,8 @@ function reveal() {
 }
 
 /** Draw the map of heads, or say why there is none. */
-function drawHeads(held) {
-  models = held.filter((one) => one.quantities.length);
+function drawHeads(data) {
+  models = data.filter(({ quantities }) => quantities.length);
   part("loading").hidden = true;
   if (models.length) {
     part("instrument").hidden = false; // what is drawn takes its width from it
@@ -283,8 +285,10 @@ function drawHeads(held) {
     listenToPatterns();
     return;
   }
-  const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];
-  const words = `There is no map of heads: ${why ?? "the run measured no numbers per head"}.`;
+  const [reason] = data.flatMap(({ without_values }) =>
+    Object.entries(without_values).map(([name, words]) => `${name}: ${words}`),
+  );
+  const words = `There is no map of heads: ${reason ?? "the run measured no numbers per head"}.`;
   part("heads").replaceChildren(html("p", { className: "note", textContent: words }));
 }
 

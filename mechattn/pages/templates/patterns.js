@@ -3,7 +3,7 @@
 
 import { row } from "./data.js";
 import { ground, html, svg, tip } from "./drawing.js";
-import { shown } from "./words.js";
+import { formatted } from "./words.js";
 
 const ROOM = 84, // for the tokens at the left and on top
   LETTERS = 11,
@@ -15,30 +15,28 @@ const ROOM = 84, // for the tokens at the left and on top
  * @param {number} head
  * @param {string} condition */
 export function patterns(model, layer, head, condition) {
-  const held = model.patterns,
-    at = held.missing ? -1 : held.layers.indexOf(layer);
-  if (at < 0)
-    return html("p", {
-      className: "note",
-      textContent: held.missing || `The page holds patterns only of layers ${held.layers.join(", ")}.`,
-    });
+  const { missing, layers, prompts, from_separate_run } = model.patterns;
+  if (missing) return note(missing);
+  const layerIndex = layers.indexOf(layer);
+  if (layerIndex < 0) return note(`The page has patterns only of layers ${layers.join(", ")}.`);
   const place = html("div", {}, scale());
   const hint = "Below each pattern, the token at the mouse or at the arrow keys shades what it attends to.";
   place.append(html("p", { className: "note asked", textContent: hint }));
-  if (held.from_separate_run)
+  if (from_separate_run)
     place.append(note("From a separate run on a short prompt, with the number of inserted tokens shown."));
-  held.prompts.forEach((prompt, number) => {
+  prompts.forEach((prompt, number) => {
     for (const name of new Set(["baseline", condition])) {
-      const one = prompt[name];
-      const about = `prompt ${number}, ${name}`;
-      if (!one) place.append(note(`The page has no pattern of ${about}.`));
+      const promptPattern = prompt[name];
+      const subject = `prompt ${number}, ${name}`;
+      if (!promptPattern) place.append(note(`The page has no pattern of ${subject}.`));
       else {
-        const label = `Attention pattern of layer ${layer} head ${head}, ${about}, ${countsOf(one)}`;
-        const drawn = pattern(one, at, head, label);
+        const counts = countsOf(promptPattern);
+        const label = `Attention pattern of layer ${layer} head ${head}, ${subject}, ${counts}`;
+        const drawn = pattern(promptPattern, layerIndex, head, label);
         drawn.dataset.prompt = String(number); // a click selects the prompt
-        const words = `${about}: ${countsOf(one)}${number ? ", by their ids" : ""}; queries down, keys across`;
+        const words = `${subject}: ${counts}${number ? ", by their ids" : ""}; queries down, keys across`;
         const whole = html("div", { className: "whole" }, note(words), drawn);
-        place.append(whole, ...attended(one.tokens, row(one.rows, at, head)));
+        place.append(whole, ...attended(promptPattern.tokens, row(promptPattern.rows, layerIndex, head)));
       }
     }
   });
@@ -48,38 +46,39 @@ export function patterns(model, layer, head, condition) {
 /** A line in small print. */
 const note = (words) => html("p", { className: "note", textContent: words });
 
-/** The colour of a weight: the share of its ground, by the root, so that small ones show.
+/** The opacity of a weight: its root, so that small ones show.
  * @param {number} weight */
-export const share = (weight) => Math.sqrt(weight);
+export const opacityOf = (weight) => Math.sqrt(weight);
 
-/** How many tokens a prompt has.
- * @param {any} one */
-export const countsOf = (one) => `${one.tokens.length} tokens, ${one.inserted} of them inserted`;
+/** How many tokens a pattern has, in words.
+ * @param {any} promptPattern */
+export const countsOf = ({ tokens, inserted }) => `${tokens.length} tokens, ${inserted} of them inserted`;
 
 /** Colours and the weights that they stand for. */
 function scale() {
   const boxes = STEPS.map((weight) => {
     const box = html("i");
-    box.style.opacity = String(share(weight));
+    box.style.opacity = String(opacityOf(weight));
     return html("span", {}, html("b", {}, box), String(weight));
   });
   return html("p", { className: "weights" }, "attention of a query to a key ", ...boxes);
 }
 
-/** One map with its tokens: as many as there is room for, and each at the mouse. */
-function pattern(held, layer, head, label) {
-  const n = held.tokens.length,
+/** A map with the tokens that there is room for; the note at the mouse names each. */
+function pattern(promptPattern, layerIndex, head, label) {
+  const n = promptPattern.tokens.length,
     side = 440,
     size = (side - ROOM) / n,
     every = Math.ceil(9.5 / size);
   const map = svg("svg", { viewBox: `0 0 ${side} ${side}`, role: "img", "aria-label": label, class: "pattern" });
-  const drawing = painted(n, row(held.rows, layer, head));
+  const drawing = painted(n, row(promptPattern.rows, layerIndex, head));
   const box = { x: ROOM, y: ROOM, width: side - ROOM, height: side - ROOM };
   map.append(svg("image", { href: drawing.toDataURL(), preserveAspectRatio: "none", ...box }));
   map.append(svg("rect", { class: "frame", ...box }));
   for (let i = 0; i < n; i += every) {
     const at = ROOM + (i + 0.5) * size,
-      text = held.tokens[i].length > LETTERS ? `${held.tokens[i].slice(0, LETTERS - 1)}…` : held.tokens[i];
+      token = promptPattern.tokens[i],
+      text = token.length > LETTERS ? `${token.slice(0, LETTERS - 1)}…` : token;
     const turned = { transform: `translate(${at + 3} ${ROOM - 4}) rotate(-90)` };
     map.append(svg("text", { class: "quiet", x: ROOM - 4, y: at + 3, "text-anchor": "end" }, text));
     map.append(svg("text", { class: "quiet", ...turned }, text));
@@ -89,7 +88,7 @@ function pattern(held, layer, head, label) {
     const [key, query] = [event.clientX - at.left, event.clientY - at.top].map((pixels, axis) =>
       Math.floor(((pixels * side) / (axis ? at.height : at.width) - ROOM) / size),
     );
-    tip(wordsAt(held, row(held.rows, layer, head), query, key), event);
+    tip(wordsAt(promptPattern, row(promptPattern.rows, layerIndex, head), query, key), event);
   });
   map.addEventListener("mouseleave", () => tip(""));
   return map;
@@ -112,11 +111,11 @@ function attended(tokens, values) {
     const weights = tokens.map((_, key) => (key <= query ? weightAt(values, query, key) : 0));
     spans.forEach((span, key) => {
       span.className = key === query ? "asking" : "";
-      span.style.background = ground("without", share(weights[key]));
+      span.style.background = ground("without", opacityOf(weights[key]));
     });
     const most = weights.indexOf(Math.max(...weights)),
       [from, to] = [query, most].map((token) => `${token} “${tokens[token]}”`);
-    said.textContent = `${from} attends most to ${to}: ${shown(weights[most], "value")}`;
+    said.textContent = `${from} attends most to ${to}: ${formatted(weights[most], "value")}`;
   };
   said.setAttribute("aria-live", "polite");
   place.setAttribute("role", "application");
@@ -132,20 +131,20 @@ function attended(tokens, values) {
 }
 
 /** A query, a key and the weight between them. */
-function wordsAt(held, values, query, key) {
-  const { tokens } = held;
+function wordsAt(promptPattern, values, query, key) {
+  const { tokens } = promptPattern;
   if (!(key >= 0 && key <= query && query < tokens.length)) return "";
-  return `${query} “${tokens[query]}” → ${key} “${tokens[key]}”: ${shown(weightAt(values, query, key), "value")}`;
+  return `${query} “${tokens[query]}” → ${key} “${tokens[key]}”: ${formatted(weightAt(values, query, key), "value")}`;
 }
 
-/** A pixel a pair of tokens, darker for more. */
+/** A pixel for each pair of tokens, darker for more attention. */
 function painted(n, values) {
   const drawing = html("canvas", { width: n, height: n }),
     paint = drawing.getContext("2d");
   paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--without");
   for (let query = 0; query < n; query++) {
     for (let key = 0; key <= query; key++) {
-      paint.globalAlpha = share(weightAt(values, query, key));
+      paint.globalAlpha = opacityOf(weightAt(values, query, key));
       paint.fillRect(key, query, 1, 1);
     }
   }

@@ -5,9 +5,9 @@ import { indexOf, measured, row } from "./data.js";
 import { drawCurves, linesOf, saveCurves } from "./curves.js";
 import { COLOURS, ground, html } from "./drawing.js";
 import { patterns } from "./patterns.js";
-import { chance, endsOf, fileName, save, shown } from "./words.js";
+import { endsOf, fileName, formatted, formattedQ, save } from "./words.js";
 
-export const opened = new Set(["curves"]); // which parts the reader has opened stays so from head to head
+export const opened = new Set(["curves"]); // the parts that the reader has opened stay open from head to head
 
 /** Draw the room of a head.
  * @param {HTMLElement} place
@@ -16,12 +16,12 @@ export const opened = new Set(["curves"]); // which parts the reader has opened 
  * @param {number} head
  * @param {string} condition */
 export function drawRoom(place, model, layer, head, condition) {
-  const at = model.layers.indexOf(layer),
+  const layerIndex = model.layers.indexOf(layer),
     curves = html("div", { className: "curves-part" });
   place.replaceChildren(html("h3", { textContent: `Layer ${layer}, head ${head}` }), curves);
   if (model.curves.missing) curves.append(html("p", { className: "note", textContent: model.curves.missing }));
   else {
-    drawCurves(curves, model, at, head, condition);
+    drawCurves(curves, model, layerIndex, head, condition);
     place.append(files(curves, model, layer, head, condition));
   }
   const parts = [
@@ -29,7 +29,7 @@ export function drawRoom(place, model, layer, head, condition) {
     [
       "The first prompt, coloured by the attention that each token receives",
       "text",
-      () => texts(model, at, head, condition),
+      () => texts(model, layerIndex, head, condition),
     ],
     ["Its pattern on a few prompts", "pattern", () => patterns(model, layer, head, condition)],
   ];
@@ -38,16 +38,16 @@ export function drawRoom(place, model, layer, head, condition) {
 
 /** A part that is drawn when it is opened. */
 function part(title, name, draw) {
-  const made = html("details", {}, html("summary", { textContent: title }));
-  made.dataset.part = name;
-  const fill = () => made.open && made.childElementCount === 1 && made.append(draw());
-  made.open = opened.has(name);
-  made.addEventListener("toggle", () => {
-    opened[made.open ? "add" : "delete"](name);
+  const details = html("details", {}, html("summary", { textContent: title }));
+  details.dataset.part = name;
+  const fill = () => details.open && details.childElementCount === 1 && details.append(draw());
+  details.open = opened.has(name);
+  details.addEventListener("toggle", () => {
+    opened[details.open ? "add" : "delete"](name);
     fill();
   });
   fill();
-  return made;
+  return details;
 }
 
 /** CSV and SVG of the curves. */
@@ -101,15 +101,15 @@ function quantities(model, index, condition) {
 
 /** A quantity of the head: its means, its change with the interval below it, and q. */
 function rowOf(model, quantity, index, condition) {
-  const of = (name, show) => measured(model, { quantity: quantity.name, condition: name, show });
-  const value = (name) => (quantity.values[name] ? shown(of(name, "value").value[index], "value") : "–");
+  const measurementOf = (name, show) => measured(model, { quantity: quantity.name, condition: name, show });
+  const value = (name) => (quantity.values[name] ? formatted(measurementOf(name, "value").value[index], "value") : "–");
   const cells = [quantity.words, value("baseline")].map((words) => html("td", { textContent: words })),
-    change = of(condition, "change");
+    change = measurementOf(condition, "change");
   if (condition !== "baseline") cells.push(html("td", { textContent: value(condition) }));
   if (change) {
     const ends = html("span", { className: "ends", textContent: endsOf(change, index) });
-    cells.push(html("td", {}, shown(change.value[index], change.scale), ends));
-    cells.push(html("td", { textContent: chance(change.q[index]) }));
+    cells.push(html("td", {}, formatted(change.value[index], change.scale), ends));
+    cells.push(html("td", { textContent: formattedQ(change.q[index]) }));
   }
   return html("tr", { title: `${quantity.about} (${quantity.units})` }, ...cells);
 }
@@ -129,18 +129,18 @@ function texts(model, layer, head, condition) {
   names.forEach((name, i) => {
     const spans = tokens[name].map(([text, segment], at) => {
       const value = values[i][at],
-        made = html("span", {
+        span = html("span", {
           textContent: text,
           title:
             value === undefined
               ? segment
               : Number.isNaN(value)
                 ? `${segment}: no counted query comes after it`
-                : `${segment}: ${shown(value, "value")}`,
+                : `${segment}: ${formatted(value, "value")}`,
         });
-      if (!received) made.className = segment;
-      else made.style.background = ground("with", value / top);
-      return made;
+      if (!received) span.className = segment;
+      else span.style.background = ground("with", value / top);
+      return span;
     });
     place.append(html("p", { className: "note", textContent: name }), html("p", { className: "tokens" }, ...spans));
   });

@@ -3,7 +3,7 @@
 
 import { headAt, measured, showsOf } from "./data.js";
 import { multipleTicks, percentTicks, svg, ticks, tip } from "./drawing.js";
-import { called, shown } from "./words.js";
+import { formatted, measureWords } from "./words.js";
 
 const BOX = { left: 78, right: 12, top: 10, bottom: 54, tall: 380 };
 
@@ -23,14 +23,14 @@ export function measuresOf(model, condition) {
  * @param {any} model
  * @param {any[]} measures Those of x and y
  * @param {{index: number, brushed: Set<number> | null, choose: (index: number) => void,
- *   brush: (heads: Set<number> | null) => void}} on */
-export function drawScatter(place, model, measures, on) {
+ *   brush: (heads: Set<number> | null) => void}} selection */
+export function drawScatter(place, model, measures, selection) {
   const [a, b] = measures.map((measure) => measured(model, measure));
   if (!a || !b) return place.replaceChildren();
   const wide = Math.max(280, place.clientWidth),
     x = axis(a.value, BOX.left, wide - BOX.right),
     y = axis(b.value, BOX.tall - BOX.bottom, BOX.top);
-  const names = [called(a.quantity, measures[0]), called(b.quantity, measures[1])];
+  const names = [measureWords(a.quantity, measures[0]), measureWords(b.quantity, measures[1])];
   const plot = svg("svg", {
     viewBox: `0 0 ${wide} ${BOX.tall}`,
     role: "img",
@@ -40,40 +40,40 @@ export function drawScatter(place, model, measures, on) {
     svg("rect", { class: "ground", x: 0, y: 0, width: wide, height: BOX.tall, fill: "transparent" }),
     ...axes(x, y, a, b, names, wide),
   );
-  plot.append(...points(a, b, x, y, on));
+  plot.append(...points(a, b, x, y, selection));
   plot.addEventListener("mousemove", (event) => tip(wordsAt(model, a, b, names, event), event));
   plot.addEventListener("mouseleave", () => tip(""));
   plot.addEventListener(
     "click",
     (event) =>
       /** @type {any} */ (event.target).dataset?.i !== undefined &&
-      on.choose(Number(/** @type {any} */ (event.target).dataset.i)),
+      selection.choose(Number(/** @type {any} */ (event.target).dataset.i)),
   );
-  brushing(plot, wide, on, (box) => within(a.value, b.value, x, y, box));
+  brushing(plot, wide, selection, (box) => within(a.value, b.value, x, y, box));
   place.replaceChildren(plot);
 }
 
 /** A point for each head that has both numbers. */
-function points(a, b, x, y, on) {
-  const found = [];
+function points(a, b, x, y, selection) {
+  const circles = [];
   a.value.forEach((value, i) => {
     if (!Number.isFinite(value) || !Number.isFinite(b.value[i])) return;
-    const kept = !on.brushed || on.brushed.has(i),
-      here = i === on.index;
-    found.push(
+    const isKept = !selection.brushed || selection.brushed.has(i),
+      isChosen = i === selection.index;
+    circles.push(
       svg("circle", {
-        class: kept ? "cell" : "cell out",
+        class: isKept ? "cell" : "cell out",
         "data-i": i,
         cx: x.at(value),
         cy: y.at(b.value[i]),
-        r: here ? 6 : 4,
-        fill: !kept ? "transparent" : here ? "var(--with)" : "var(--without)",
+        r: isChosen ? 6 : 4,
+        fill: !isKept ? "transparent" : isChosen ? "var(--with)" : "var(--without)",
         "fill-opacity": 0.75,
-        stroke: here ? "var(--ink)" : kept ? "none" : "var(--without)",
+        stroke: isChosen ? "var(--ink)" : isKept ? "none" : "var(--without)",
       }),
     );
   });
-  return found;
+  return circles;
 }
 
 /** The head at the mouse and its two numbers. */
@@ -81,44 +81,44 @@ function wordsAt(model, a, b, names, event) {
   const i = event.target.dataset?.i;
   if (i === undefined) return "";
   const { layer, head } = headAt(model, Number(i));
-  const [first, second] = [a, b].map((one, k) => `${names[k]}: ${shown(one.value[i], one.scale)}`);
+  const [first, second] = [a, b].map(({ value, scale }, k) => `${names[k]}: ${formatted(value[i], scale)}`);
   return `layer ${layer} head ${head}\n${first}\n${second}`;
 }
 
 /** From values to pixels. */
 function axis(values, from, to) {
-  const real = [...values].filter(Number.isFinite),
-    low = Math.min(...real),
-    high = Math.max(...real);
-  const room = 0.05 * (high - low) || 0.5,
-    ends = [low - room, high + room];
+  const finiteValues = [...values].filter(Number.isFinite),
+    low = Math.min(...finiteValues),
+    high = Math.max(...finiteValues);
+  const margin = 0.05 * (high - low) || 0.5,
+    ends = [low - margin, high + margin];
   return { ends, at: (value) => from + ((to - from) * (value - ends[0])) / (ends[1] - ends[0]) };
 }
 
 function axes(x, y, a, b, names, wide) {
-  const found = [];
+  const elements = [];
   const steps = ([low, high], scale) =>
     (({ "log-ratio": percentTicks, ratio: multipleTicks })[scale] ?? ticks)(low, high);
   for (const at of steps(x.ends, a.scale)) {
-    found.push(svg("line", { class: "grid", x1: x.at(at), x2: x.at(at), y1: BOX.top, y2: BOX.tall - BOX.bottom }));
-    found.push(
+    elements.push(svg("line", { class: "grid", x1: x.at(at), x2: x.at(at), y1: BOX.top, y2: BOX.tall - BOX.bottom }));
+    elements.push(
       svg(
         "text",
         { class: "quiet", x: x.at(at), y: BOX.tall - BOX.bottom + 15, "text-anchor": "middle" },
-        shown(at, a.scale),
+        formatted(at, a.scale),
       ),
     );
   }
   for (const at of steps(y.ends, b.scale)) {
-    found.push(svg("line", { class: "grid", x1: BOX.left, x2: wide - BOX.right, y1: y.at(at), y2: y.at(at) }));
-    found.push(
-      svg("text", { class: "quiet", x: BOX.left - 6, y: y.at(at) + 4, "text-anchor": "end" }, shown(at, b.scale)),
+    elements.push(svg("line", { class: "grid", x1: BOX.left, x2: wide - BOX.right, y1: y.at(at), y2: y.at(at) }));
+    elements.push(
+      svg("text", { class: "quiet", x: BOX.left - 6, y: y.at(at) + 4, "text-anchor": "end" }, formatted(at, b.scale)),
     );
   }
   const [right, down] = [(wide + BOX.left) / 2, (BOX.tall - BOX.bottom + BOX.top) / 2];
-  found.push(...title(names[0], wide - BOX.left, { x: right, y: BOX.tall - 20 }));
-  found.push(...title(names[1], BOX.tall - BOX.bottom, { x: 12, y: down, transform: `rotate(-90 12 ${down})` }));
-  return found;
+  elements.push(...title(names[0], wide - BOX.left, { x: right, y: BOX.tall - 20 }));
+  elements.push(...title(names[1], BOX.tall - BOX.bottom, { x: 12, y: down, transform: `rotate(-90 12 ${down})` }));
+  return elements;
 }
 
 /** The title of an axis, in two lines where one is too long for it. */
@@ -132,16 +132,16 @@ function title(name, room, at) {
 
 /** The heads inside a rectangle of pixels. */
 function within(a, b, x, y, box) {
-  const found = new Set();
+  const heads = new Set();
   a.forEach((value, i) => {
     const [px, py] = [x.at(value), y.at(b[i])];
-    if (px >= box[0] && px <= box[2] && py >= box[1] && py <= box[3]) found.add(i);
+    if (px >= box[0] && px <= box[2] && py >= box[1] && py <= box[3]) heads.add(i);
   });
-  return found;
+  return heads;
 }
 
 /** A rectangle from where the mouse goes down to where it comes up. */
-function brushing(plot, wide, on, inside) {
+function brushing(plot, wide, selection, inside) {
   let start = null,
     frame = null;
   const at = (event) => {
@@ -171,6 +171,6 @@ function brushing(plot, wide, on, inside) {
     if (!start) return;
     const drawn = box(at(event));
     start = null;
-    on.brush(drawn[2] - drawn[0] < 4 && drawn[3] - drawn[1] < 4 ? null : inside(drawn));
+    selection.brush(drawn[2] - drawn[0] < 4 && drawn[3] - drawn[1] < 4 ? null : inside(drawn));
   });
 }

@@ -5,11 +5,11 @@ import { headAt } from "./data.js";
 
 const minus = (/** @type {string} */ text) => text.replace(/-/g, "\u2212");
 
-/** A number to three digits, or as a change with its sign, or as a multiple.
+/** A number as text: to three digits, as a change with its sign, or as a multiple.
  * @param {number | undefined} value
  * @param {string} scale "value" or "difference"; "fraction" and "log-ratio", written in percent; "ratio", a log-ratio
  *   written as a multiple */
-export function shown(value, scale) {
+export function formatted(value, scale) {
   if (value === undefined || Number.isNaN(value)) return "–";
   if (scale === "log-ratio" || scale === "fraction") {
     const percent = 100 * (scale === "fraction" ? value : Math.expm1(value)),
@@ -26,20 +26,22 @@ export function shown(value, scale) {
 
 /** A q or p in words.
  * @param {number} q */
-export const chance = (q) =>
+export const formattedQ = (q) =>
   Number.isNaN(q) ? "–" : q < 0.001 ? q.toExponential(0) : String(Number(q.toPrecision(2)));
 
-/** The ends of an interval in brackets; a multiple needs no sign after each.
+/** The ends of an interval in brackets, without the sign "×" after each.
  * @param {any} part
  * @param {number} index */
 export const endsOf = (part, index) =>
-  `[${[part.low, part.high].map((end) => shown(end[index], part.scale).replace("\u00a0×", "")).join(", ")}]`;
+  `[${[part.low, part.high].map((end) => formatted(end[index], part.scale).replace("\u00a0×", "")).join(", ")}]`;
 
 /** A number with its interval.
  * @param {any} part
  * @param {number} index */
-export const withInterval = (part, index) =>
-  `${shown(part.value[index], part.scale)}${part.scale === "ratio" ? ` ${part.null_name}` : ""} ${endsOf(part, index)}`;
+export const withInterval = (part, index) => {
+  const unit = part.scale === "ratio" ? ` ${part.null_name}` : "";
+  return `${formatted(part.value[index], part.scale)}${unit} ${endsOf(part, index)}`;
+};
 
 /** What is shown of a quantity in a condition, in words.
  * @param {any} quantity
@@ -51,33 +53,35 @@ export function showWords(quantity, { condition, show }) {
   return scale === "log-ratio" ? `change relative to ${null_name}` : `change minus that of ${null_name}`;
 }
 
-/** What a measure is called.
+/** The name of a measure.
  * @param {any} quantity
  * @param {{condition: string, show: string}} measure */
-export function called(quantity, measure) {
-  const how = measure.show === "value" ? "" : `, ${showWords(quantity, measure)}`;
-  return `${quantity.words} (${measure.condition})${how}`;
+export function measureWords(quantity, measure) {
+  const showSuffix = measure.show === "value" ? "" : `, ${showWords(quantity, measure)}`;
+  return `${quantity.words} (${measure.condition})${showSuffix}`;
 }
 
-/** One head in words: its change beside that of the null, the one relative to the other, and what q tests.
+/** One head in words: its value or change, that under the null, the one relative to the other, and what q tests.
  * @param {any} model
- * @param {any} made What measured() gave
+ * @param {any} measurement What measured() returns
  * @param {number} index */
-export function said(model, made, index) {
+export function headWords(model, measurement, index) {
   const { layer, head } = headAt(model, index),
-    { parts } = made;
-  const start = `layer ${layer} head ${head}\n${made.quantity.words} (${made.condition}): `;
-  if (Number.isNaN(made.value[index])) return `${start}none`;
-  const found = [],
-    ofNull = Number.isNaN(made.null[index]) ? "" : shown(made.null[index], parts[made.q ? "change" : "value"].scale);
-  if (!made.q) found.push(withInterval(parts.value, index));
-  else found.push(`change ${withInterval(parts.change, index)}`);
-  const besideNull = made.show === "beyond" || !made.q;
-  if (ofNull && besideNull) found.push(`under ${made.null_name} ${ofNull}`);
-  if (made.show === "beyond")
-    found.push(`${parts.beyond.scale === "ratio" ? "" : "less that: "}${withInterval(parts.beyond, index)}`);
-  if (made.q) found.push(`q = ${chance(made.q[index])} against ${made.tests}`);
-  return `${start}${found.join("; ")}; ${made.n} ${made.unit}`;
+    { parts } = measurement;
+  const start = `layer ${layer} head ${head}\n${measurement.quantity.words} (${measurement.condition}): `;
+  if (Number.isNaN(measurement.value[index])) return `${start}none`;
+  const phrases = [],
+    nullValue = measurement.null[index],
+    nullScale = parts[measurement.q ? "change" : "value"].scale;
+  if (!measurement.q) phrases.push(withInterval(parts.value, index));
+  else phrases.push(`change ${withInterval(parts.change, index)}`);
+  const besideNull = measurement.show === "beyond" || !measurement.q;
+  if (besideNull && !Number.isNaN(nullValue))
+    phrases.push(`under ${measurement.null_name} ${formatted(nullValue, nullScale)}`);
+  if (measurement.show === "beyond")
+    phrases.push(`${parts.beyond.scale === "ratio" ? "" : "less that: "}${withInterval(parts.beyond, index)}`);
+  if (measurement.q) phrases.push(`q = ${formattedQ(measurement.q[index])} against ${measurement.tests}`);
+  return `${start}${phrases.join("; ")}; ${measurement.n} ${measurement.unit}`;
 }
 
 /** A cell of CSV.
