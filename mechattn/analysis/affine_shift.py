@@ -15,10 +15,10 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
-    at_positions,
     means_by_segment,
     nan_outside,
     of_each,
+    of_each_query,
     zeros,
 )
 from mechattn.axes import SEGMENTS
@@ -171,7 +171,7 @@ class AffineShift(AnalysisBase):
 
         values = means_by_segment(query_values | shares | {"output_norm": output_norm}, batch)
         if self.per_query:
-            values |= at_positions(query_values, _OF_QUERIES, batch)
+            values |= of_each_query(query_values, _OF_QUERIES, batch)
 
         energies = fn.spectrum(sums["gram"])  # all 0 without a shift, which gives ranks of NaN
         values["shift_rank_one_share"] = fn.rank_one_share(energies).float()

@@ -347,7 +347,7 @@ def means_by_segment(member_values: Values, batch: Batch) -> Values:
     return segment_means(member_values, batch.members())
 
 
-def at_positions(member_values: Values, names: Iterable[str], batch: Batch) -> Values:
+def of_each_query(member_values: Values, names: Iterable[str], batch: Batch) -> Values:
     """The values of each query [batch head pos], named as by :func:`of_each`; NaN at padding."""
     return {f"{name}_at": nan_outside(member_values[name], batch.real) for name in names}
 

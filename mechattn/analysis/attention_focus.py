@@ -16,11 +16,11 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
-    at_positions,
     means_by_segment,
     means_of,
     nan_outside,
     of_each,
+    of_each_query,
     zeros,
 )
 from mechattn.functional import focus as fn
@@ -226,7 +226,7 @@ class AttentionFocus(AnalysisBase):
 
         values = means_by_segment(query_values, batch)
         if self.per_query:
-            values |= at_positions(query_values, query_values, batch)
+            values |= of_each_query(query_values, query_values, batch)
             values["target_at"] = nan_outside(target, counted)
         return values
 

@@ -19,11 +19,11 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
-    at_positions,
     calibrated_field,
     means_by_segment,
     means_of,
     of_each,
+    of_each_query,
 )
 from mechattn.errors import ModelError
 from mechattn.functional.attention import Marked, Stream
@@ -161,7 +161,7 @@ class BlockUpdates(AnalysisBase):
 
         values = means_by_segment(per_token, batch)
         if self.per_query:
-            values |= at_positions(per_token, _DIRECTIONS, batch)
+            values |= of_each_query(per_token, _DIRECTIONS, batch)
         return values
 
 

@@ -23,12 +23,12 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
-    at_positions,
     calibrated_field,
     means_by_segment,
     means_of,
     nan_outside,
     of_each,
+    of_each_query,
     seen_keys,
     zeros_of_rows,
 )
@@ -160,7 +160,7 @@ class DirectLogits(_Logits):
         per_token = {"next_token_logit": logit}
         values = means_by_segment(per_token, batch)
         if self.per_query:
-            values |= at_positions(per_token, per_token, batch)
+            values |= of_each_query(per_token, per_token, batch)
         return values
 
 

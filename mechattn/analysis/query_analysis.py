@@ -16,10 +16,10 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
-    at_positions,
     means_by_segment,
     means_of,
     of_each,
+    of_each_query,
     zeros,
 )
 from mechattn.errors import OptionError
@@ -107,7 +107,7 @@ class QueryAnalysis(AnalysisBase):
         }
         values = means_by_segment(query_values, batch)
         if self.each_query:
-            values |= at_positions(query_values, self.numbers, batch)
+            values |= of_each_query(query_values, self.numbers, batch)
         return values
 
     def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:

@@ -18,12 +18,12 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
-    at_positions,
     calibrated_field,
     means_by_segment,
     means_of,
     nan_outside,
     of_each,
+    of_each_query,
     seen_keys,
     zeros,
 )
@@ -154,6 +154,6 @@ class ScoreDecomposition(AnalysisBase):
         for name in ("bias_of_key", "alibi_of_key"):
             values[name] = nan_outside(sums[name], batch.real)
         if self.per_query:
-            values |= at_positions(parts, PARTS, batch)
+            values |= of_each_query(parts, PARTS, batch)
             values["ranked_target_at"] = nan_outside(sums["target"], counted)
         return values

@@ -25,11 +25,11 @@ from mechattn.analysis.analysis import (
     Sums,
     Values,
     Window,
-    at_positions,
     calibrated_field,
     means_by_segment,
     means_of,
     of_each,
+    of_each_query,
 )
 from mechattn.analysis.direct_logits import NORM_INPUT, norms_after
 from mechattn.functional import head_outputs as fn
@@ -189,7 +189,7 @@ class _Updates(AnalysisBase):
 
         values = means_by_segment(per_token, batch)
         if self.per_query:
-            values |= at_positions(per_token, _DIRECTIONS, batch)
+            values |= of_each_query(per_token, _DIRECTIONS, batch)
 
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]

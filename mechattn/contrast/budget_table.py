@@ -101,7 +101,7 @@ def payers_and_causes(
     return table
 
 
-def by_layer(result: Result, values: xr.DataArray, payer: str) -> Interval:
+def payer_by_layer(result: Result, values: xr.DataArray, payer: str) -> Interval:
     """A payer's mean over heads and prompts in each layer, in points of 100, with 95 % t intervals
     over prompts [layer].
     """
@@ -131,7 +131,7 @@ def busiest_layer(result: Result, condition: str) -> int:
     mean changes.
     """
     changes = result[NAME].change.sel(condition=condition)
-    amounts = [abs(by_layer(result, changes, payer).estimate) for payer in payers(result)]
+    amounts = [abs(payer_by_layer(result, changes, payer).estimate) for payer in payers(result)]
     total_amounts = np.sum(amounts, axis=0)
     return int(changes.layer.values[total_amounts.argmax()])
 

@@ -25,7 +25,7 @@ from mechattn.jobs.executors import Executor, ExecutorName, executor_for
 from mechattn.jobs.job import Job
 from mechattn.results.merge import check_same_run, merge_results
 from mechattn.results.result import Result, with_provenance
-from mechattn.store.atomic_writes import LOCK, sweep
+from mechattn.store.atomic_writes import LOCK, delete_leftovers
 from mechattn.store.objects import DamagedResult, Location, errors_of_files, location_of
 from mechattn.store.reading import load_result, open_checked_result, open_result
 from mechattn.store.writing import check_result_location, save_result
@@ -109,7 +109,7 @@ def compute(
         # A process that was killed at the end of this run leaves a temporary folder and chunks.
         folder = location_of(path).folder
         if folder:
-            sweep(folder)
+            delete_leftovers(folder)
         if chunks_folder(path).is_dir():
             with suppress(MechattnError), locked_chunks(path, job) as chunk_folder:
                 chunk_folder.finished()  # an error if they are of another job, so that they stay

@@ -22,7 +22,7 @@ from mechattn.pages.page_data import check_memory, page_json
 from mechattn.pages.sections import (
     Drawing,
     HeadChoice,
-    Section,
+    PageSection,
     citation,
     drawn_section,
     lead_sections,
@@ -141,7 +141,7 @@ def results_page(
 
 def sections_of(
     results: Sequence[Result], figures: Figures, choice: HeadChoice
-) -> tuple[list[Section], list[str]]:
+) -> tuple[list[PageSection], list[str]]:
     """The sections of a page, and a refusal for each figure that cannot be drawn: a sentence that
     says why.
 
@@ -154,7 +154,7 @@ def sections_of(
     for result in results:
         check_memory(result)
 
-    sections: list[Section] = []
+    sections: list[PageSection] = []
     for result in results:
         sections += lead_sections(result, choice)
 
@@ -172,7 +172,7 @@ def sections_of(
 def write_results(
     results: Sequence[Result],
     path: str | Path,
-    sections: Sequence[Section],
+    sections: Sequence[PageSection],
     command: str,
     force: bool,
     choice: HeadChoice,
@@ -188,7 +188,7 @@ def write_page(
     path: str | Path,
     about: About,
     models: Sequence[ShownModel],
-    sections: Sequence[Section],
+    sections: Sequence[PageSection],
     force: bool = False,
 ) -> Path:
     """Write a page as one HTML file. Returns the path.
@@ -261,7 +261,7 @@ def _environment() -> Any:
 
 
 def _template_values(
-    about: About, models: Sequence[ShownModel], sections: Sequence[Section]
+    about: About, models: Sequence[ShownModel], sections: Sequence[PageSection]
 ) -> dict[str, Any]:
     """The values that the templates show."""
     from mechattn import __version__
@@ -300,7 +300,7 @@ def _template_values(
 
 def _drawn_sections(
     subject: str, results: Result | Sequence[Result], figures: Figures
-) -> tuple[list[Section], list[str]]:
+) -> tuple[list[PageSection], list[str]]:
     """The sections of the figures with one subject, and a refusal for each of these figures that
     cannot be drawn.
 

@@ -32,7 +32,7 @@ from mechattn.contrast.table import DEFAULT_MARGINS, comparison_table, marked
 from mechattn.errors import MemoryOptionError, OptionError, visible
 from mechattn.pages.embedded import kind_for, packed
 from mechattn.pages.first_screen import ShownModel, captions
-from mechattn.render.attention_figures import inserted_span
+from mechattn.render.attention_figures import shared_inserted_span
 from mechattn.render.html_views import (
     prompt_tokens,
     received_by_prompt,
@@ -79,7 +79,9 @@ MISSING = {
 def page_json(models: Sequence[ShownModel]) -> str:
     """The data of all models of a page, each with its caption, as compressed JSON."""
     names = captions([model.result for model in models])
-    data = [{"name": name} | model_data(model) for name, model in zip(names, models, strict=True)]
+    data = [
+        {"name": name} | shown_model_data(model) for name, model in zip(names, models, strict=True)
+    ]
     text = json.dumps({"models": data}, separators=(",", ":"), allow_nan=False)
     return squeezed(text)
 
@@ -94,7 +96,7 @@ def check_memory(result: Result) -> None:
         layer_blocks(result, name, "question", RESAMPLES)
 
 
-def model_data(model: ShownModel) -> dict[str, Any]:
+def shown_model_data(model: ShownModel) -> dict[str, Any]:
     """The data of one model.
 
     Returns:
@@ -401,7 +403,7 @@ def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
 
     None if they are not one span that all prompts share.
     """
-    span = inserted_span(result, condition)
+    span = shared_inserted_span(result, condition)
     if span is None:
         return None
     start, last = span

@@ -32,7 +32,7 @@ author = {{{{The mechattn developers}}}}, version = {{{mechattn}}}, year = {{{ye
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of a page: its heading, how to read it, its main number, and a figure or tokens.
 
     Args:
@@ -97,7 +97,7 @@ class HeadChoice:
         return layer, head
 
 
-def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
+def lead_sections(result: Result, choice: HeadChoice) -> list[PageSection]:
     """The sections that are shown open before the map: the attention budget, and received attention
     by position as in arXiv:2510.01032.
 
@@ -108,19 +108,19 @@ def lead_sections(result: Result, choice: HeadChoice) -> list[Section]:
     return [replace(drawn_section(draw, result, options), leads=True) for draw, options in figures]
 
 
-def prompt_section(result: Result) -> Section:
+def prompt_section(result: Result) -> PageSection:
     """The section with the first prompt of a result as the model reads it, with its segments."""
     condition = result.shown_condition()
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
     tokens = tokens_in_segments(result, condition)
-    return Section(title, "The first of the prompts.", tokens=tokens)
+    return PageSection(title, "The first of the prompts.", tokens=tokens)
 
 
 def drawn_section(
     draw: Callable,
     results: Result | Sequence[Result],
     options: Mapping[str, Any],
-) -> Section:
+) -> PageSection:
     """Draw a figure as a section of a page, with the words of its declaration.
 
     Args:
@@ -133,7 +133,7 @@ def drawn_section(
     words = FIGURES[draw.__name__].page_words(result_list[0], options)
     title = take_heading(figure) + words.title_end
 
-    return Section(
+    return PageSection(
         title,
         words.note,
         says=sentence_of(figure),

@@ -38,7 +38,7 @@ from mechattn.patching.patched_runs import (
     possible_starts,
     recorded_runs,
 )
-from mechattn.patching.plan import row_bytes, rows_within
+from mechattn.patching.plan import patched_row_bytes, rows_within
 from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
@@ -198,7 +198,7 @@ def _pair_effects(
     # Besides a pass, the queries, keys and values of all layers may be kept for the second pass.
     cfg = model.cfg
     received_values = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
-    most_rows = rows_within(request.memory, row_bytes(model, pair, received_values))
+    most_rows = rows_within(request.memory, patched_row_bytes(model, pair, received_values))
     rows = [(path, source_outputs[path.sender]) for path in chosen_paths]
     rows += [(path, random_outputs[path.sender]) for path in chosen_paths]
     batch_effects = []

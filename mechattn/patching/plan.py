@@ -133,7 +133,7 @@ class PatchingPlan:
             same_shape = [pairs[index] for index in indices]
             longest = max(same_shape, key=lambda pair: pair.length)
             # At least one copy of each pair must fit.
-            bytes_per_pair = self._pair_bytes(longest) + row_bytes(model, longest)
+            bytes_per_pair = self._pair_bytes(longest) + patched_row_bytes(model, longest)
             pair_count = min(_MOST_PAIRS, rows_within(self.request.memory, bytes_per_pair))
             for start in range(0, len(same_shape), pair_count):
                 batches.append(same_shape[start : start + pair_count])
@@ -212,7 +212,7 @@ class PatchingPlan:
         """The effect of each copy: its metric minus that of its base run."""
         model = self.request.model
         bytes_left = self.request.memory - sum(map(self._pair_bytes, pairs))
-        bytes_per_row = row_bytes(model, pairs[0])  # the same for all, as their shape is
+        bytes_per_row = patched_row_bytes(model, pairs[0])  # the same for all, as their shape is
         most_rows = min(_MOST_ROWS, rows_within(bytes_left, bytes_per_row))
 
         effects = {}
@@ -267,7 +267,7 @@ def rows_within(budget: int, bytes_per_row: int) -> int:
     return max(1, budget // bytes_per_row)
 
 
-def row_bytes(model: HookedModel, pair: Pair, further_values: int = 0) -> int:
+def patched_row_bytes(model: HookedModel, pair: Pair, further_values: int = 0) -> int:
     """The bytes that a row of a forward pass takes in the layer at work and for the logits.
 
     ``4 · (tokens · (8 d_model + heads · (6 d_head + 3 tokens) + 4 d_mlp + further_values)
@@ -295,7 +295,7 @@ def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """
     cfg = model.cfg
     steps_and_inputs = len(graph.writers) + 4 * cfg.n_heads
-    return row_bytes(model, pair, cfg.d_model * steps_and_inputs)
+    return patched_row_bytes(model, pair, cfg.d_model * steps_and_inputs)
 
 
 def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
@@ -304,7 +304,7 @@ def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     attention = cfg.n_heads * (6 * cfg.d_head + 4 * len(pair.base))
     layer_values = 4 * cfg.d_model + _mlp_values(model) + attention
     reader_values = 2 * cfg.d_model * len(graph.readers)
-    return row_bytes(model, pair, reader_values + cfg.n_layers * layer_values)
+    return patched_row_bytes(model, pair, reader_values + cfg.n_layers * layer_values)
 
 
 def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:

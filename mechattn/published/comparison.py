@@ -61,8 +61,8 @@ class Cell:
         measured."""
         if self.word == NOT_MEASURABLE:
             return ""
-        low = number_words(self.low, self.unit)
-        high = number_words(self.high, self.unit)
+        low = signed_number(self.low, self.unit)
+        high = signed_number(self.high, self.unit)
         return f"{with_unit(self.value, self.unit)} [{low}, {high}]"
 
     @property
@@ -70,7 +70,7 @@ class Cell:
         """The range of the draws, such as "untrained −12.1 to −9.3 %"; empty without draws."""
         if not self.untrained:
             return ""
-        lowest = number_words(min(self.untrained), self.unit)
+        lowest = signed_number(min(self.untrained), self.unit)
         return f"untrained {lowest} to {with_unit(max(self.untrained), self.unit)}"
 
     @property
@@ -244,7 +244,7 @@ def in_unit(values: np.ndarray, unit: str) -> np.ndarray:
     return 100 * values
 
 
-def number_words(value: float, unit: str) -> str:
+def signed_number(value: float, unit: str) -> str:
     """A number without its unit; changes and points have a sign."""
     digits = ".1f" if unit == "share" else "+.1f"
     return in_digits(round(value, 1), digits)
@@ -252,4 +252,4 @@ def number_words(value: float, unit: str) -> str:
 
 def with_unit(value: float, unit: str) -> str:
     """A number with its unit, such as "−18.2 %" or "+1.5 points"."""
-    return f"{number_words(value, unit)} {UNIT_SYMBOLS[unit]}"
+    return f"{signed_number(value, unit)} {UNIT_SYMBOLS[unit]}"

@@ -13,7 +13,7 @@ import numpy as np
 from mechattn.contrast.means import choose_heads
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page import About, write_page
-from mechattn.pages.sections import Section, drawn_section
+from mechattn.pages.sections import PageSection, drawn_section
 from mechattn.published.comparison import (
     AS_PUBLISHED,
     NOT_MEASURABLE,
@@ -97,7 +97,7 @@ def write_comparison(
     return write_page(path, about, models, figure_sections(results), force)
 
 
-def figure_sections(results: Sequence[Result]) -> list[Section]:
+def figure_sections(results: Sequence[Result]) -> list[PageSection]:
     """Three figures for every model, each with what was published, in the order of ``CAPTIONS``."""
     drawings_of_models = [_drawings(result) for result in results]
     sections = []

@@ -13,7 +13,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.functional.activations import Form
 from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS
-from mechattn.published.values import UNITS, Selection
+from mechattn.published.values import UNITS, ValueSelection
 from mechattn.toml_sections import Section, check_known, toml_values, validation_words
 
 SHIPPED = Path(__file__).parent / "statements.toml"
@@ -31,7 +31,7 @@ class Arm(Section):
     p1: float
 
 
-class Statement(Selection):
+class Statement(ValueSelection):
     """What was published, and how the value to compare with it is measured.
 
     The word of a cell is "as published" if its whole interval lies beyond ``line`` in

@@ -36,7 +36,7 @@ class NotMeasurable(MechattnError):
     """A value does not exist for this model or these prompts."""
 
 
-class Selection(Section):
+class ValueSelection(Section):
     """What a value is computed from: quantities by their names in ``ma.run``, conditions and
     layers."""
 
@@ -46,12 +46,12 @@ class Selection(Section):
     layers: list[int] = Field([0])
     less_layers: list[int] = Field([])  # the value in these layers is subtracted
 
-    def in_layers(self, layers: list[int]) -> Selection:
+    def in_layers(self, layers: list[int]) -> ValueSelection:
         """The same selection in other layers, without layers to subtract."""
         return self.model_copy(update={"layers": layers, "less_layers": []})
 
 
-def change(result: Result, selection: Selection) -> PerPrompt:
+def change(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of a quantity of the question between the condition and the reference.
 
     ``mean over layers of log(mean over heads in the condition / that in the reference)``
@@ -59,28 +59,28 @@ def change(result: Result, selection: Selection) -> PerPrompt:
     return log_ratio(*of_question(result, selection)).mean(1)
 
 
-def layers_falling(result: Result, selection: Selection) -> PerPrompt:
+def layers_falling(result: Result, selection: ValueSelection) -> PerPrompt:
     """Share of all measured layers in which a quantity of the question is smaller in the condition
     than in the reference."""
-    layers = measured_layers(result, selection.quantities[0])
+    layers = layers_of(result, selection.quantities[0])
     values, reference = of_question(result, selection.in_layers(layers))
     is_falling = values < reference
     return is_falling.mean(1)
 
 
-def inserted_beside_question(result: Result, selection: Selection) -> PerPrompt:
+def inserted_beside_question(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of what an inserted token receives to what a token of the question receives."""
     inserted = of_segment(result, selection, selection.condition, "inserted")
     question = of_segment(result, selection, selection.condition, "question")
     return log_ratio(inserted, question).mean(1)
 
 
-def level(result: Result, selection: Selection) -> PerPrompt:
+def level(result: Result, selection: ValueSelection) -> PerPrompt:
     """A quantity in the condition, as the mean over heads and layers."""
     return of_segment(result, selection, selection.condition).mean(1)
 
 
-def affine_share(result: Result, selection: Selection) -> PerPrompt:
+def affine_share(result: Result, selection: ValueSelection) -> PerPrompt:
     """``1 − |re-routing + new values|``: how much of the change of outputs is dilution and shift.
 
     The four parts are ``⟨part, change⟩ / ‖change‖²`` and add up to 1. The value is the mean over
@@ -95,7 +95,7 @@ def affine_share(result: Result, selection: Selection) -> PerPrompt:
     return share.mean(("layer", "head")).values
 
 
-def change_at_peaks(result: Result, selection: Selection) -> PerPrompt:
+def change_at_peaks(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of what the peaks of the question receive, as the mean over peaks and heads.
 
     A head's peaks are the tenth of the question's tokens with the largest geometric mean over the
@@ -117,7 +117,7 @@ def change_at_peaks(result: Result, selection: Selection) -> PerPrompt:
     return np.array(changes)
 
 
-def peak_moved(result: Result, selection: Selection) -> PerPrompt:
+def peak_moved(result: Result, selection: ValueSelection) -> PerPrompt:
     """Share of a layer's heads whose most attended token of the question differs between the
     condition and the reference."""
     shares = []
@@ -127,7 +127,7 @@ def peak_moved(result: Result, selection: Selection) -> PerPrompt:
     return np.array(shares)
 
 
-def band_width(result: Result, selection: Selection) -> PerPrompt:
+def band_width(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of a prompt's distance from the mean of all prompts.
 
     The distance is the mean over heads and over those positions of the question that every prompt
@@ -137,7 +137,7 @@ def band_width(result: Result, selection: Selection) -> PerPrompt:
     return log_ratio(_distances_from_mean(curves), _distances_from_mean(references))
 
 
-def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
+def evenness_apart(result: Result, selection: ValueSelection) -> PerPrompt:
     """How evenly the inserted tokens receive attention, minus the same in the reference.
 
     Evenness is ``exp(−Σ p log p) / n`` over n inserted tokens, where p is the share of each in what
@@ -146,7 +146,7 @@ def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
     evenness = {}
     for condition in (selection.condition, selection.to):
         received = selected(result, f"{selection.quantities[0]}_per_prompt", selection, condition)
-        inserted = in_segment(result, condition, "inserted")
+        inserted = segment_mask(result, condition, "inserted")
 
         received_by_key = received.isel(layer=0).transpose("prompt", "head", "key").values
         # ``entropy`` divides each head's row by its sum, and takes 0 · log 0 as 0.
@@ -156,7 +156,7 @@ def evenness_apart(result: Result, selection: Selection) -> PerPrompt:
     return evenness[selection.condition] - evenness[selection.to]
 
 
-def change_of_large(result: Result, selection: Selection) -> PerPrompt:
+def change_of_large(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of the share of large activations.
 
     Activations are large from the smallest edge of the histogram on that at most a tenth of the
@@ -178,7 +178,7 @@ def change_of_large(result: Result, selection: Selection) -> PerPrompt:
     raise NotMeasurable("more than a tenth of the activations lie beyond the histogram's last bin")
 
 
-def classes_beside_other(result: Result, selection: Selection) -> PerPrompt:
+def classes_beside_other(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of a share at digits, operators and conjunctions to that at other tokens.
 
     The first is the mean over those of the three classes that the question has.
@@ -189,14 +189,14 @@ def classes_beside_other(result: Result, selection: Selection) -> PerPrompt:
     return log_ratio(share_at_classes, share_at_others)
 
 
-def updates_at_first(result: Result, selection: Selection) -> PerPrompt:
+def updates_at_first(result: Result, selection: ValueSelection) -> PerPrompt:
     """‖update‖ / ‖resid_pre‖ at queries whose strongest target is the first token, divided by its
     mean at all queries.
 
     Both are means over all heads and all queries but the first, which sees only itself. The value
     is the mean over layers from 4 on.
     """
-    measured = measured_layers(result, selection.quantities[0])
+    measured = layers_of(result, selection.quantities[0])
     layers = [layer for layer in measured if layer >= FROM_LAYER]
     if not layers:
         raise NotMeasurable(f"the model has no layer {FROM_LAYER} or later")
@@ -246,7 +246,7 @@ UNITS = {
 }
 
 
-def value_of(result: Result, function: str, selection: Selection) -> PerPrompt:
+def value_of(result: Result, function: str, selection: ValueSelection) -> PerPrompt:
     """One number per prompt, minus that in ``less_layers`` if there are any.
 
     Args:
@@ -280,12 +280,12 @@ def dataset_with(result: Result, name: str) -> xr.Dataset:
     raise NotMeasurable(f"the model has no {name}")
 
 
-def measured_layers(result: Result, name: str) -> list[int]:
+def layers_of(result: Result, name: str) -> list[int]:
     """The layers in which a quantity was measured."""
     return dataset_with(result, name).layer.values.tolist()
 
 
-def selected(result: Result, name: str, selection: Selection, condition: str) -> xr.DataArray:
+def selected(result: Result, name: str, selection: ValueSelection, condition: str) -> xr.DataArray:
     """A quantity in a condition and in the layers of the selection, in float64.
 
     Raises:
@@ -301,7 +301,7 @@ def selected(result: Result, name: str, selection: Selection, condition: str) ->
 
 
 def of_question(
-    result: Result, selection: Selection
+    result: Result, selection: ValueSelection
 ) -> tuple[Float[np.ndarray, "prompt layer *rest"], Float[np.ndarray, "prompt layer *rest"]]:
     """The quantity of the question in the condition and in the reference, as means over heads."""
     values = of_segment(result, selection, selection.condition)
@@ -310,7 +310,7 @@ def of_question(
 
 
 def of_segment(
-    result: Result, selection: Selection, condition: str, segment: str = "question"
+    result: Result, selection: ValueSelection, condition: str, segment: str = "question"
 ) -> Float[np.ndarray, "prompt layer *rest"]:
     """The quantity of a segment, as the mean over heads.
 
@@ -328,7 +328,7 @@ def of_segment(
     return values.transpose("prompt", "layer", ...).values
 
 
-def both_curves(result: Result, selection: Selection) -> list[tuple[np.ndarray, np.ndarray]]:
+def both_curves(result: Result, selection: ValueSelection) -> list[tuple[np.ndarray, np.ndarray]]:
     """What each token of the question receives in the first selected layer, for each prompt: the
     curves [head, key] of the condition and the reference.
 
@@ -349,7 +349,7 @@ def both_curves(result: Result, selection: Selection) -> list[tuple[np.ndarray, 
     has_queries = np.arange(origins.shape[1]) < end[:, None]
 
     curves = []
-    for prompt, is_key in enumerate(has_queries & in_segment(result, BASELINE, "question")):
+    for prompt, is_key in enumerate(has_queries & segment_mask(result, BASELINE, "question")):
         keys = np.flatnonzero(is_key)
         if not len(keys):
             raise NotMeasurable(f"prompt {prompt} has too few tokens")
@@ -357,7 +357,7 @@ def both_curves(result: Result, selection: Selection) -> list[tuple[np.ndarray, 
     return curves
 
 
-def in_segment(result: Result, condition: str, segment: str) -> np.ndarray:
+def segment_mask(result: Result, condition: str, segment: str) -> np.ndarray:
     """Which positions belong to a segment [prompt, pos]."""
     segments = result["sequences"].segment_index.sel(condition=condition)
     return segments.values == SEGMENTS.index(segment)

@@ -130,7 +130,7 @@ def received_attention(
     panels, choice = _panels(result, layers, heads, top, condition, by)
     titles = [f"Layer {panel.layer} head {panel.head}" for panel in panels]
     figure = by_position(panels, titles, _lines_by_row(condition), null_kind)
-    span = inserted_span(result, condition)  # None in the baseline, which has one row
+    span = shared_inserted_span(result, condition)  # None in the baseline, which has one row
     shade(figure, span, 2, "all")
 
     prompts = panels[0].prompts
@@ -243,7 +243,7 @@ def common_null(contrasts: Sequence[Contrast]) -> Null:
     return "dilution" if null_kinds == {"dilution"} else "uniform"
 
 
-def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
+def shared_inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     """The first and last position of the inserted tokens, which are one span in all prompts.
 
     None if nothing is inserted, if the positions differ between prompts, or if other tokens stand

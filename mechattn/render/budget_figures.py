@@ -18,8 +18,8 @@ from mechattn.contrast.budget_table import (
     NAME,
     budget_table,
     busiest_layer,
-    by_layer,
     known_causes,
+    payer_by_layer,
     payers,
 )
 from mechattn.render import draw
@@ -257,7 +257,7 @@ def own_attention_words(result: Result, condition: str) -> str:
     """
     layers = result[NAME].layer.values
     changes = result[NAME].change.sel(condition=condition)
-    layer_changes = by_layer(result, changes, "question").estimate
+    layer_changes = payer_by_layer(result, changes, "question").estimate
     layer = layers[np.abs(layer_changes).argmax()]
 
     budget = budget_table(result, condition).set_index("payer").loc["question"]
@@ -302,7 +302,7 @@ def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> No
         words = PAYER_WORDS[payer]
         _bars(
             figure,
-            by_layer(result, attention, payer),
+            payer_by_layer(result, attention, payer),
             attention.layer.values,
             name=words,
             legendgroup=payer,
@@ -377,7 +377,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
         words = cause_words[cause]
         _bars(
             figure,
-            by_layer(result, dataset.by_cause.sel(cause=cause), "question"),
+            payer_by_layer(result, dataset.by_cause.sel(cause=cause), "question"),
             layers,
             name=words,
             legend=_LOWER_LEGEND,
@@ -391,7 +391,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
     draw.points(
         figure,
         layers,
-        by_layer(result, dataset.change, "question"),
+        payer_by_layer(result, dataset.change, "question"),
         "all causes",
         "#000000",
         column=column,

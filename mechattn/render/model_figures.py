@@ -26,10 +26,10 @@ from mechattn.render.attention_figures import (
     by_position,
     chosen_panels,
     common_null,
-    inserted_span,
     listed_panels,
     null_by_position,
     shade,
+    shared_inserted_span,
 )
 from mechattn.render.draw import THIRD, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import declare, several
@@ -98,7 +98,9 @@ def received_by_model(
     ]
     figure = by_position(panels, titles, [lines], null_kind)
     for column, result in enumerate(results, 1):
-        spans = {inserted_span(result, name) for name in conditions}  # a shared one is drawn once
+        spans = {
+            shared_inserted_span(result, name) for name in conditions
+        }  # a shared one is drawn once
         for span in spans:
             shade(figure, span, 1, column)
 

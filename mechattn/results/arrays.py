@@ -129,7 +129,7 @@ def datasets_digest(datasets: Mapping[str, xr.Dataset]) -> str:
             if is_text:
                 hasher.update(_json([str(text) for text in variable.values.flat]))
                 continue
-            for block in blocks_of(variable):
+            for block in row_blocks(variable):
                 hasher.update(canonical(block).data)
         hasher.update(_json([name, dataset.attrs]))
 
@@ -146,7 +146,7 @@ def canonical(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
 
 
-def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
+def row_blocks(variable: xr.Variable) -> Iterator[np.ndarray]:
     """The numbers of a variable; if it is not in memory, some rows of it at a time."""
     if is_in_memory(variable) or not variable.ndim:
         yield variable.values

@@ -10,11 +10,11 @@ from jaxtyping import Float
 from mechattn.stats import resampling
 from mechattn.stats.paired import (
     FEWEST_FOR_SIMULTANEOUS,
+    column_moments,
     false_discovery,
     paired,
     skewed_words,
     skewness,
-    summary,
 )
 from mechattn.stats.resampling import drawn_signs, flipped
 from mechattn.stats.units import MOST_EXACT, MOST_SINGLE, RESAMPLES, patterns_needed
@@ -68,7 +68,7 @@ def paired_tests(differences: Float[np.ndarray, "unit cell"]) -> PairedTests:
         p[candidates] = np.maximum(p[candidates], p_bootstrap)
 
     q = false_discovery(p)
-    skewed = skewed_words(units, skewness(values, summary(values)), p_flip, q)
+    skewed = skewed_words(units, skewness(values, column_moments(values)), p_flip, q)
     return PairedTests(p, q, skewed)
 
 
@@ -118,7 +118,7 @@ def _p_of_resamples(
     other_columns = generator.permutation(np.setdiff1d(tested_columns, candidates))
     resampled_columns = np.concatenate([candidates, other_columns[:_SAMPLED_CELLS]])
     resampled_values = values[:, resampled_columns]
-    moments = summary(resampled_values)
+    moments = column_moments(resampled_values)
     t = resampling.t_of(moments["mean"], moments["deviation"] / np.sqrt(units))
 
     p = resampling.p_values(resampled_values, t, counts, family_size=len(tested_columns))

@@ -229,7 +229,7 @@ class PairedStream:
             null = without_rounding(expected.mean(0), rounding)
             tested = without_rounding(differences - expected, rounding)
 
-        # If nothing is subtracted, one summary serves both.
+        # If nothing is subtracted, one set of moments serves both.
         difference_summary = self._summary(differences)
         tested_summary = difference_summary
         if not np.array_equal(differences, tested):
@@ -244,11 +244,11 @@ class PairedStream:
         )
 
     def _summary(self, values: np.ndarray) -> CellColumns:
-        """The :func:`summary` of some cells [unit, cell], and the values to resample."""
+        """The :func:`column_moments` of some cells [unit, cell], and the values to resample."""
         resampled_values = values
         if self.bags is not None:
             resampled_values = self.bags.means(values)
-        return {**summary(values, self.level), "values": resampled_values}
+        return {**column_moments(values, self.level), "values": resampled_values}
 
     def statistics(self) -> Paired:
         """The statistics of all cells, in the order in which they were added."""
@@ -343,7 +343,7 @@ class PairedStream:
         return tests
 
 
-def summary(d: np.ndarray, level: float = 0.95) -> CellColumns:
+def column_moments(d: np.ndarray, level: float = 0.95) -> CellColumns:
     """The mean, the standard deviation and the t interval (low, high) of each column.
 
     If some unit has no value in a column, its mean and deviation are NaN, so that it is not tested;
@@ -367,7 +367,7 @@ def summary(d: np.ndarray, level: float = 0.95) -> CellColumns:
 
 
 def skewness(d: np.ndarray, columns: CellColumns) -> np.ndarray:
-    """The third standardised moment of each column, from its :func:`summary`; NaN if nothing
+    """The third standardised moment of each column, from its :func:`column_moments`; NaN if nothing
     varies.
 
     ``mean((d − mean)³) / s³``, where s² is divided by n rather than n − 1. ``scipy.stats.skew``

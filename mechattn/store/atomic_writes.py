@@ -102,7 +102,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             "some space, or choose another place"
         ) from error
 
-    sweep(path)
+    delete_leftovers(path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -176,7 +176,7 @@ def recover(path: Path) -> None:
             ) from error
 
 
-def sweep(path: Path) -> None:
+def delete_leftovers(path: Path) -> None:
     """Delete the temporary folders that killed processes left when they wrote this file or folder,
     which now exists.
 

@@ -17,7 +17,7 @@ from mechattn.commands.stored_results import heads_table, report
 from mechattn.contrast import quantities
 from mechattn.errors import MemoryOptionError
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page_data import model_data
+from mechattn.pages.page_data import shown_model_data
 from mechattn.results.arrays import lazy_bytes
 from mechattn.store.objects import Listing
 from tests.pages.read import unpacked
@@ -76,9 +76,9 @@ def test_every_number_of_the_page_is_the_same(measured, place, monkeypatch):
         blocks.append(quantities.layer_blocks(*args, **options))
         return blocks[-1]
 
-    expected = model_data(ShownModel(of_received(measured)))
+    expected = shown_model_data(ShownModel(of_received(measured)))
     monkeypatch.setattr("mechattn.contrast.differences.layer_blocks", counted)
-    data = model_data(ShownModel(of_received(ma.load_result(place, memory=SMALL))))
+    data = shown_model_data(ShownModel(of_received(ma.load_result(place, memory=SMALL))))
     assert any(len(layers) > 1 for layers in blocks)
     assert_same(data, expected)
 

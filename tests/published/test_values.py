@@ -11,7 +11,7 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.published.values import FUNCTIONS, UNITS, NotMeasurable, Selection, value_of
+from mechattn.published.values import FUNCTIONS, UNITS, NotMeasurable, ValueSelection, value_of
 from mechattn.results.result import Result
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=20), "sentence": ma.RandomSentence(count=20)}
@@ -19,7 +19,7 @@ PROMPTS = 4
 
 
 def asked_for(quantities, condition="slash", to="baseline", layers=(0,), less_layers=()):
-    return Selection(
+    return ValueSelection(
         quantities=list(quantities),
         condition=condition,
         to=to,

@@ -12,7 +12,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.evaluation.answer_file import kept_answers
-from mechattn.store.atomic_writes import sweep, write_whole
+from mechattn.store.atomic_writes import delete_leftovers, write_whole
 from mechattn.store.objects import Location
 from mechattn.store.writing import write_objects, write_root
 from tests.evaluation import by_hand
@@ -74,7 +74,7 @@ def test_killed_while_it_is_found(small_results, halfway, tmp_path):
 
     for _ in each_kill(tmp_path, before, lambda: ma.load_result(path), step=3):
         assert numbers_at(path) == numbers(small_results[1])
-        sweep(path)  # as the next save does
+        delete_leftovers(path)  # as the next save does
         assert names(tmp_path) == ["r.zarr"]
 
 
@@ -98,7 +98,7 @@ def test_a_new_folder_that_another_process_sweeps_away(tmp_path, monkeypatch):
     def swept(**options):
         monkeypatch.undo()
         folder = tempfile.mkdtemp(**options)
-        sweep(path)
+        delete_leftovers(path)
         return folder
 
     monkeypatch.setattr(tempfile, "mkdtemp", swept)
