@@ -76,7 +76,6 @@ def served_answers(
         with AnswerBar(len(todo), kept_count) as bar:
             for start in range(0, len(todo), _PROBED_AFTER):
                 stretch = todo[start : start + _PROBED_AFTER]
-
                 completion_requests = {
                     request: _sampled(sent, request, sampling) for request in stretch
                 }
@@ -86,15 +85,13 @@ def served_answers(
                     bar.update()
                     yield request, answer, text
 
-                probe = probe.compared(dict(connection.completions(probe.requests)))
-                if server.verify and not probe.is_passed:
+                probe_completions = dict(connection.completions(probe.requests))
+                try:
+                    probe.compare(probe_completions)
+                except ServerError:
                     file.drop(request.key for request in stretch)
                     file.note("probe", probe.about)
-                    raise server.error(
-                        f"no longer serves the model, {probe.comparison}. Its {len(stretch)}"
-                        " answers since the last comparison are dropped; serve the model, and call"
-                        " evaluate again with the same arguments"
-                    )
+                    raise
 
         file.note("probe", probe.about)
 
@@ -174,35 +171,27 @@ def _prompts_sent(connection: Connection, questions: Mapping[Question, Request])
 
     tokenizer = connection.reader.tokenizer
     texts = {question: text_of(tokenizer, tokens) for question, tokens in ids.items()}
-    refused = [question for question, text in texts.items() if text is None]
-    if refused:
-        _check_left_out(refused, len(texts))
+    unsendable = [question for question, text in texts.items() if text is None]
+    if unsendable:
+        prompt, name = unsendable[0]
+        message = (
+            f"the server takes only text, and the text of prompt {prompt} with the condition"
+            f" {name!r} would be read as other tokens, as would {len(unsendable)} of {len(texts)}"
+            " in all"
+        )
+        if len(unsendable) > _MOST_LEFT_OUT * len(texts):
+            raise PromptError(
+                f"{message}. Omit them, or serve the model with an engine that takes token ids,"
+                " such as vLLM or SGLang"
+            )
+        warn(f"{message}. These problems are left out under every condition")
 
-    left_out = {prompt for prompt, _ in refused}
+    left_out = {prompt for prompt, _ in unsendable}
     return {
         question: text
         for question, text in texts.items()
         if text is not None and question[0] not in left_out
     }
-
-
-def _check_left_out(refused: Sequence[Question], count: int) -> None:
-    """Warn of texts that would be read as other tokens, and refuse more than a tenth of all.
-
-    Raises:
-        PromptError: There are more.
-    """
-    prompt, name = refused[0]
-    message = (
-        f"the server takes only text, and the text of prompt {prompt} with the condition {name!r}"
-        f" would be read as other tokens, as would {len(refused)} of {count} in all"
-    )
-    if len(refused) > _MOST_LEFT_OUT * count:
-        raise PromptError(
-            f"{message}. Omit them, or serve the model with an engine that takes token ids, such as"
-            " vLLM or SGLang"
-        )
-    warn(f"{message}. These problems are left out under every condition")
 
 
 def _sampled(sent: Sent, request: Request, sampling: Sampling) -> CompletionRequest:

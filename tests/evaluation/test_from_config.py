@@ -104,7 +104,7 @@ def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
         compared = CliRunner().invoke(app, ["evaluate", "config.toml"])
         assert compared.exit_code != 0
         words = compared.output + str(compared.exception)
-        assert "is not the model, against the model here" in words
+        assert "does not run the model, against the model here" in words
 
         server.engine = Engine(native, toy.tokenizer)
         compared = CliRunner().invoke(app, ["evaluate", "config.toml"])
