@@ -49,7 +49,7 @@ _TEXTS = [
 _MOST_ADDED = 3  # tokens that a server may put around a text, such as a BOS
 
 # The token ids of each question that a server gets, or a text that gives the same ids.
-Sent = Mapping[Question, list[int] | str]
+SentPrompts = Mapping[Question, list[int] | str]
 Requests = Mapping[Question, CompletionRequest]
 Completions = Mapping[Question, Completion]
 
@@ -116,7 +116,7 @@ class Probe:
         requests: The requests, by question.
         references: The reference for each answer, by question.
         least: The least fraction of the server's answers that must agree.
-        about: The record of the probe: "against", whose answers the references are, in words;
+        record: What provenance has of the probe: "against", whose answers the references are, in words;
             "rounds", the figures of each comparison so far; and facts about the server.
     """
 
@@ -124,7 +124,7 @@ class Probe:
     requests: Requests
     references: Mapping[Question, Reference]
     least: float
-    about: dict[str, Any]
+    record: dict[str, Any]
 
     def compare(self, completions: Completions) -> None:
         """Compare the server's answers to all questions, and record the figures of this round.
@@ -143,7 +143,7 @@ class Probe:
             alike_count += reference.agrees(completion.text)
             # Without log-probabilities from the server, there are no pairs.
             pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
-            differences += [abs(own - served) for own, served in pairs]
+            differences += [abs(expected - served) for expected, served in pairs]
 
         count = len(self.references)
         alike = alike_count / count
@@ -163,11 +163,11 @@ class Probe:
                 f" {LARGEST_LOGPROB_DIFFERENCE})"
             )
 
-        self.about["rounds"].append(figures)
+        self.record["rounds"].append(figures)
         server = self.connection.server
         if server.verify and not is_passed:
             raise server.error(
-                f"does not run the model, against {self.about['against']}: {words}. Is it"
+                f"does not run the model, against {self.record['against']}: {words}. Is it"
                 " quantised, another revision, or does it change the prompt? Its answers since the"
                 " last comparison, if any, are dropped; serve the model, and call evaluate again"
                 " with the same arguments. With verify=False its answers are accepted, and these"
@@ -178,18 +178,18 @@ class Probe:
 def start_probe(
     connection: Connection,
     questions: Mapping[Question, Request],
-    sent: Sent,
+    sent_prompts: SentPrompts,
     sampling: Sampling,
-    earlier: Mapping[str, Any],
+    stored_record: Mapping[str, Any],
 ) -> Probe:
     """Send some questions to a server, and compare its answers with the model's.
 
     Args:
         connection: The connection.
         questions: All questions of the run.
-        sent: The prompts as the server gets them.
+        sent_prompts: The prompts as the server gets them.
         sampling: How the run samples answers; its seed draws the questions of the probe.
-        earlier: The record of the run's probe if the run is resumed; empty otherwise.
+        stored_record: The record of the run's probe if the run is resumed; empty otherwise.
 
     Raises:
         ServerError: The server fails, does not run the model, no longer runs that of the run that
@@ -198,18 +198,22 @@ def start_probe(
     # A run that is resumed keeps the questions of its first probe.
     references = {
         (prompt, name): Reference(text, prompt_logprobs)
-        for prompt, name, text, prompt_logprobs in earlier.get("texts", ())
-        if (prompt, name) in sent
+        for prompt, name, text, prompt_logprobs in stored_record.get("texts", ())
+        if (prompt, name) in sent_prompts
     }
     is_resumed = bool(references)
     probe_questions = list(references)
     if not is_resumed:
-        probe_questions = random.Random(sampling.seed).sample([*sent], min(ANSWERS, len(sent)))
+        probe_questions = random.Random(sampling.seed).sample(
+            [*sent_prompts], min(ANSWERS, len(sent_prompts))
+        )
 
     lengths = {question: len(questions[question].sequence) for question in probe_questions}
     new_tokens = min(TOKENS, connection.longest - max(lengths.values()))
     requests = {
-        question: CompletionRequest(sent[question], length, new_tokens, asks_prompt_logprobs=True)
+        question: CompletionRequest(
+            sent_prompts[question], length, new_tokens, asks_prompt_logprobs=True
+        )
         for question, length in lengths.items()
     }
     completions = dict(connection.completions(requests))
@@ -219,9 +223,9 @@ def start_probe(
             references[question] = Reference(completion.text, completion.prompt_logprobs)
 
     prompt_form = "token ids"
-    if isinstance(sent[probe_questions[0]], str):
+    if isinstance(sent_prompts[probe_questions[0]], str):
         prompt_form = "text"
-    about = {
+    record = {
         "model": name_of(connection.model),
         "sent": prompt_form,
         "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
@@ -230,7 +234,7 @@ def start_probe(
             for question, reference in references.items()
         ],
         "against": "its answers when this run began",
-        "rounds": [*earlier.get("rounds", ())],
+        "rounds": [*stored_record.get("rounds", ())],
     }
     least = LEAST_ALIKE_ITSELF
     local_model = _local_model(connection.reader)
@@ -240,10 +244,10 @@ def start_probe(
         local_requests = [questions[question] for question in probe_questions]
         references = _local_references(local_model, connection.reader, local_requests, new_tokens)
         weights = weights_hash(connection.reader.loaded)
-        about["against"] = f"the model here ({dtype_name(local_model)}, weights {weights})"
+        record["against"] = f"the model here ({dtype_name(local_model)}, weights {weights})"
         least = ALIKE
 
-    probe = Probe(connection, requests, references, least, about)
+    probe = Probe(connection, requests, references, least, record)
     # Without the weights here, there is nothing to compare the first answers of a run with.
     if local_model is not None or is_resumed:
         probe.compare(completions)
