@@ -4,6 +4,7 @@ table."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def evaluate_from_config(
     for name, location in locations_of(config, config.evaluation.out).items():
         files[name] = Path(location)
         check_writable(files[name])
-    prompts = prompts_by_model(config)
+    read_tokenizer = cache(tokenizer_named)  # each is read once
+    prompts = prompts_by_model(config, read_tokenizer)
     dtype = dtype_named(config.dtype)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -88,15 +90,23 @@ def evaluate_from_config(
     loads_weights = chosen_server is None or (section is not None and section.weights)
     options = config.evaluation.model_dump(exclude={"out", "server"})
     evaluations = {}
-    for name, file in files.items():
+    for name in config.models:
+        tokenizer = read_tokenizer(name)
+        conditions = build_conditions(config.conditions, tokenizer)
         model: str | HookedModel = name
         if loads_weights:
-            model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
+            model = load_model(
+                name,
+                tokenizer=tokenizer,
+                dtype=dtype,
+                device=config.device,
+                verify=config.verify,
+            )
         evaluations[name] = evaluate(
             model,
             prompts[name],
-            build_conditions(config.conditions, tokenizer_named(name)),
-            out=file,
+            conditions,
+            out=files[name],
             seed=config.seed,
             server=chosen_server,
             **options,

@@ -19,6 +19,7 @@ from mechattn.commands.run_config import (
 )
 from mechattn.engine.run import run
 from mechattn.errors import plain, say
+from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel
@@ -74,7 +75,9 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     locations = locations_of(config, output.result)
     for location in locations.values():
         check_result_location(location)
-    prompts = checked_prompts(config, page_figures(config, output), chooses_heads=True)
+    prompts = checked_prompts(
+        config, tokenizer_named, page_figures(config, output), chooses_heads=True
+    )
 
     measurements = []
     for name, location in locations.items():
