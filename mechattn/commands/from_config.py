@@ -116,8 +116,8 @@ def checked_options(
     model = _options_model(build)
     for name in options:
         if name not in model.model_fields:
-            words = no_such_key(name, [*model.model_fields, *other_keys])
-            raise OptionError(f"{where}.{name}: {words}")
+            message = no_such_key(name, [*model.model_fields, *other_keys])
+            raise OptionError(f"{where}.{name}: {message}")
 
     # Checked as JSON, because strict pydantic accepts a list for a tuple only there. A date of TOML
     # becomes a table, so that it is not accepted as a text.
@@ -146,9 +146,9 @@ def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[st
         separator = section.options.get("separator", default.separator)
         own_line = section.options.get("own_line") is True
 
-        # An option of another type is refused when its condition is built.
-        are_text = text and isinstance(text, str) and isinstance(separator, str)
-        if are_text and section.kind == "MeaninglessTokens":
+        # An empty text or an option of another type is refused when its condition is built.
+        are_texts = isinstance(text, str) and isinstance(separator, str)
+        if section.kind == "MeaninglessTokens" and are_texts and text != "":
             counts[name] = fillers.nearest_count(
                 tokenizer, text, separator, default.count, own_line
             )
@@ -157,8 +157,8 @@ def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[st
         return {}
     first_count = next(iter(counts.values()))
     for name, section in without_count.items():
-        kind = known_kind(CONDITIONS, section.kind, f"conditions.{name}")
-        count_field = _options_model(kind).model_fields.get("count")
+        condition_class = known_kind(CONDITIONS, section.kind, f"conditions.{name}")
+        count_field = _options_model(condition_class).model_fields.get("count")
         if count_field is not None and count_field.default is not None:
             counts.setdefault(name, first_count)
     return counts
@@ -169,13 +169,13 @@ def _variants(
 ) -> dict[str, prompt_conditions.Condition]:
     """The conditions of one section by their full names, such as "slash, count=5"."""
     where = f"conditions.{name}"
-    options = section.options
+    options = dict(section.options)
     if count is not None:
-        options = {"count": count, **options}
+        options["count"] = count
 
-    kind = known_kind(CONDITIONS, section.kind, where)
+    condition_class = known_kind(CONDITIONS, section.kind, where)
     counts = options.get("count")
-    if isinstance(counts, list) and "count" in _options_model(kind).model_fields:
+    if isinstance(counts, list) and "count" in _options_model(condition_class).model_fields:
         # 0 tokens are the baseline, which is always run.
         options["count"] = [number for number in counts if number != 0]
         if not options["count"]:
@@ -184,26 +184,27 @@ def _variants(
             )
 
     # An empty list is not swept, so that it is refused as a value.
-    swept = {key: value for key, value in options.items() if isinstance(value, list) and value}
-    variants = []
-    for values in product(*swept.values()):  # all are built, so that every value is checked
-        variant_options = options | dict(zip(swept, values, strict=True))
-        variants.append(
-            _build(CONDITIONS, section.kind, variant_options, where, ConditionSection.model_fields)
+    value_lists = {
+        option: value for option, value in options.items() if isinstance(value, list) and value
+    }
+    for values in product(*value_lists.values()):  # all are built, so that every value is checked
+        variant_options = options | dict(zip(value_lists, values, strict=True))
+        condition = _build(
+            CONDITIONS, section.kind, variant_options, where, ConditionSection.model_fields
         )
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
 
-    # Any variant will do, as sweep replaces its swept options.
-    condition = _as_its_section_says(variants[0], section, where)
-    if not swept:
+    condition = _with_section_options(condition, section, where)
+    if not value_lists:
         return {name: condition}
-    swept_conditions = sweep(condition, **swept)
+    # The last condition will do, as sweep replaces its swept options.
+    swept_conditions = sweep(condition, **value_lists)
     return {f"{name}, {values}": variant for values, variant in swept_conditions.items()}
 
 
-def _as_its_section_says(condition: Any, section: ConditionSection, where: str) -> Any:
+def _with_section_options(condition: Any, section: ConditionSection, where: str) -> Any:
     """The condition, masked, unshifted or under an intervention if its section says so."""
     for option in ("masked", "unshifted"):
         if getattr(section, option):
