@@ -12,7 +12,13 @@ import torch
 
 from mechattn.axes import BASELINE
 from mechattn.commands.from_config import build_conditions
-from mechattn.commands.run_config import locations_of, prompts_by_model, read_config, with_options
+from mechattn.commands.run_config import (
+    locations_of,
+    prompts_by_model,
+    read_config,
+    with_options,
+    without_none,
+)
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
@@ -159,13 +165,9 @@ def _server(
     Raises:
         OptionError: The command line names a model or key, but there is no address.
     """
-    options = {}
+    options = without_none(address=address, model=model, key=key)
     if section is not None:
-        options = section.model_dump(exclude={"weights"})
-    for name, value in (("address", address), ("model", model), ("key", key)):
-        if value is not None:
-            options[name] = value
-
+        options = section.model_dump(exclude={"weights"}) | options
     if not options:
         return None
     if "address" not in options:

@@ -214,7 +214,16 @@ def checked_prompts(
 
 
 def locations_of(config: Config, pattern: str) -> dict[str, str]:
-    """The output of each model: the pattern, with the model's name in place of "{model}"."""
+    """The output of each model: the pattern, with the model's name in place of "{model}".
+
+    Raises:
+        OptionError: There are several models, and the pattern has no "{model}".
+    """
+    if len(config.models) > 1 and "{model}" not in pattern:
+        raise OptionError(
+            f'{pattern}: {len(config.models)} models need "{{model}}" in this path, to give each an'
+            " output of its own"
+        )
     names = file_names(config.models)
     return {model: pattern.replace("{model}", name) for model, name in names.items()}
 
@@ -275,8 +284,13 @@ def with_options(
         template: The template of the prompts.
         options: Keys at the top of the file.
     """
-    prompts = config.prompts.model_copy(update=_without_none(system=system, template=template))
-    return config.model_copy(update={**_without_none(**options), "prompts": prompts})
+    prompts = config.prompts.model_copy(update=without_none(system=system, template=template))
+    return config.model_copy(update={**without_none(**options), "prompts": prompts})
+
+
+def without_none(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
@@ -343,17 +357,6 @@ def read_config(path: str | Path) -> Config:
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
 
-    patterns = {}
-    if config.output is not None:
-        patterns["output.result"] = config.output.result
-    if config.evaluation is not None:
-        patterns["evaluation.out"] = config.evaluation.out
-    for key, pattern in patterns.items():
-        if len(config.models) > 1 and "{model}" not in pattern:
-            raise OptionError(
-                f'{path}: {len(config.models)} models need "{{model}}" in {key}, to give each its'
-                " own"
-            )
     return config
 
 
@@ -379,11 +382,6 @@ def _listed(numbers: list[int] | int | None) -> list[int]:
     if isinstance(numbers, int):
         return [numbers]
     return numbers
-
-
-def _without_none(**options: Any) -> dict[str, Any]:
-    """The options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _layers_of(figure: FigureSection) -> list[int]:

@@ -141,5 +141,5 @@ def test_bad_configs(tmp_path):
         .replace("{model}", "all")
         .replace("r.zarr", "{model}.zarr")
     )
-    with pytest.raises(OptionError, match=r'need "\{model\}" in evaluation\.out'):
+    with pytest.raises(OptionError, match=r'answers/all\.jsonl: 2 models need "\{model\}"'):
         evaluate_from_config(path)
