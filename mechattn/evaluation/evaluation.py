@@ -213,9 +213,9 @@ class Evaluation:
         Returns:
             "difference", from -1 to 1, with "low" and "high" at 95 %; "p", and "test", which is
             "mid-p McNemar" or "sign flips"; "n", the number of problems or of their groups;
-            "detectable", the smallest difference that would be found with 80 % power; and with one
-            answer per problem "only_first" and "only_second", the numbers of problems that are
-            right under only one of the two.
+            "detectable", the smallest difference that would be found with 80 % power, NaN if there
+            is none; and with one answer per problem "only_first" and "only_second", the numbers of
+            problems that are right under only one of the two.
 
         Raises:
             OptionError: There is no such condition, some answers are missing, the problems differ,
@@ -471,7 +471,7 @@ class Evaluation:
 
         Raises:
             OptionError: There is no such condition or sample, a prompt has no answer or an empty
-                one, or another problem was evaluated under a prompt's id.
+                one, or the problem that was evaluated under a prompt's id has another solution.
         """
         check_choice(self.conditions, condition=condition)
         if not 0 <= sample < self.samples:
@@ -485,10 +485,11 @@ class Evaluation:
             answer = answers.get(prompt.id)
             if answer is None or not answer.tokens:
                 raise OptionError(f"prompt {prompt.id} has no answer under {condition!r}; omit it")
-            if prompt.solution not in (None, answer.solution):
+            if prompt.solution != answer.solution:
                 raise OptionError(
                     f"prompt {prompt.id} has another solution than the problem that was evaluated"
-                    " under this id; give the prompts as they were evaluated, with their ids"
+                    " under this id, or none; give the prompts as they were evaluated, with their"
+                    " ids"
                 )
             answered_prompt = replace(prompt, answer=answer.text, answer_tokens=answer.tokens)
             answered_prompts.append(answered_prompt)
