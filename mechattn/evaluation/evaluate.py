@@ -353,7 +353,7 @@ def _provenance_here(
     model: HookedModel, sequences: Sequence[Mapping[str, TokenSequence]]
 ) -> dict[str, Any]:
     """The provenance of answers that says which model generates them here."""
-    provenance = {
+    provenance: dict[str, Any] = {
         "model": name_of(str(model.cfg.model_name)),
         "weights_hash": weights_hash(model),
         "dtype": dtype_name(model),

@@ -196,11 +196,11 @@ def start_probe(
             is resumed, or does not sample.
     """
     # A run that is resumed keeps the questions of its first probe.
-    references = {
-        (prompt, name): Reference(text, prompt_logprobs)
-        for prompt, name, text, prompt_logprobs in stored_record.get("texts", ())
-        if (prompt, name) in sent_prompts
-    }
+    references: dict[Question, Reference] = {}
+    for prompt, name, text, prompt_logprobs in stored_record.get("texts", ()):
+        question = Question(prompt, name)
+        if question in sent_prompts:
+            references[question] = Reference(text, prompt_logprobs)
     is_resumed = bool(references)
     probe_questions = list(references)
     if not is_resumed:
