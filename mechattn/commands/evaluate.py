@@ -182,13 +182,13 @@ def _change_cells(change: Mapping[str, Any]) -> list[str]:
     baseline", "p", "gained, lost" and "detectable"."""
     difference = f"{100 * change['difference']:+.1f}"
     interval = f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
-    changed = ""
+    gained_and_lost = ""
     if "only_first" in change:  # only with one answer per problem
-        changed = f"{change['only_first']}, {change['only_second']}"
+        gained_and_lost = f"{change['only_first']}, {change['only_second']}"
 
     return [
         f"{difference} {interval}",
         f"{change['p']:.2g}",
-        changed,
+        gained_and_lost,
         f"{100 * change['detectable']:.1f}",
     ]

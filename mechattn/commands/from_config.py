@@ -80,10 +80,12 @@ def build_analyses(sections: Sequence[AnalysisSection]) -> list[Analysis]:
     Raises:
         OptionError: A kind or an option is not allowed.
     """
-    return [
-        _build(ANALYSES, section.kind, section.options, f"analyses[{index}]")
-        for index, section in enumerate(sections)
-    ]
+    analyses = []
+    for index, section in enumerate(sections):
+        where = f"analyses[{index}]"
+        analysis_class = known_kind(ANALYSES, section.kind, where)
+        analyses.append(_build(analysis_class, section.options, where))
+    return analyses
 
 
 def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
@@ -189,9 +191,7 @@ def _variants(
     }
     for values in product(*value_lists.values()):  # all are built, so that every value is checked
         variant_options = options | dict(zip(value_lists, values, strict=True))
-        condition = _build(
-            CONDITIONS, section.kind, variant_options, where, ConditionSection.model_fields
-        )
+        condition = _build(condition_class, variant_options, where, ConditionSection.model_fields)
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
@@ -216,19 +216,15 @@ def _with_section_options(condition: Any, section: ConditionSection, where: str)
             condition = getattr(condition, option)()
 
     if section.intervention:
-        intervention = _build(
-            INTERVENTIONS,
-            section.intervention.kind,
-            section.intervention.options,
-            f"{where}.intervention",
-        )
+        where = f"{where}.intervention"
+        intervention_class = known_kind(INTERVENTIONS, section.intervention.kind, where)
+        intervention = _build(intervention_class, section.intervention.options, where)
         condition = condition.under(intervention)
     return condition
 
 
 def _build(
-    classes: Mapping[str, Any],
-    kind: str,
+    build_class: Callable,
     options: Mapping[str, Any],
     where: str,
     other_keys: Iterable[str] = (),
@@ -236,16 +232,14 @@ def _build(
     """Build a condition, analysis or intervention.
 
     Args:
-        classes: The classes by kind.
-        kind: The kind that the file gives.
+        build_class: The class.
         options: The options that the file gives.
         where: The section of the file for messages, such as "conditions.slash".
         other_keys: Further keys of the section, which a message may suggest.
     """
-    build = known_kind(classes, kind, where)
-    checked = checked_options(build, options, where, other_keys)
-    given_options = {name: checked[name] for name in options}  # without defaults
-    return build(**given_options)
+    all_options = checked_options(build_class, options, where, other_keys)
+    given_options = {name: all_options[name] for name in options}  # without defaults
+    return build_class(**given_options)
 
 
 @cache

@@ -384,10 +384,10 @@ def export(
     """Write every quantity of every head, its change, its null and its q, as one CSV file."""
     from mechattn.commands.stored_results import export_csv
 
-    path, missing = export_csv(results, csv, memory)
+    missing = export_csv(results, csv, memory)
     for sentence in missing:
         _say(f"Without rows: {sentence}", err=True)
-    _say(f"Wrote {path}")
+    _say(f"Wrote {csv}")
 
 
 @app.command("export-netcdf")
@@ -398,7 +398,8 @@ def export_arrays(
     """Write all arrays of a result as one NetCDF file."""
     from mechattn.commands.stored_results import export_netcdf
 
-    _say(f"Wrote {export_netcdf(result, out)}")
+    export_netcdf(result, out)
+    _say(f"Wrote {out}")
 
 
 def main() -> None:

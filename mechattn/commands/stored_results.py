@@ -148,9 +148,7 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def export_csv(
-    paths: Sequence[str | Path], out: Path, memory: str = MEMORY
-) -> tuple[Path, list[str]]:
+def export_csv(paths: Sequence[str | Path], out: Path, memory: str = MEMORY) -> list[str]:
     """Write a CSV file with a row per result, quantity, condition, layer and head.
 
     Args:
@@ -159,7 +157,7 @@ def export_csv(
         memory: How much memory each table may take, as for ``load_result``.
 
     Returns:
-        The file, and the quantities without rows, each with the reason.
+        The quantities without rows, each with the reason.
 
     Raises:
         OptionError: The file has another extension, or exists and is not such a table; or no result
@@ -189,19 +187,16 @@ def export_csv(
     if not tables:
         raise OptionError(f"there is nothing to export: {missing[0]}")
     write_whole(out, lambda new_path: pd.concat(tables).to_csv(new_path, index=False))
-    return out, missing
+    return missing
 
 
-def export_netcdf(path: str | Path, out: Path) -> Path:
+def export_netcdf(path: str | Path, out: Path) -> None:
     """Write all arrays and the provenance of a result to one NetCDF file, with a group for each
     analysis.
 
     Args:
         path: The stored result.
         out: The file.
-
-    Returns:
-        The file.
 
     Raises:
         OptionError: The file has another extension or exists, or h5netcdf is not installed.
@@ -225,7 +220,6 @@ def export_netcdf(path: str | Path, out: Path) -> Path:
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new_path: tree.to_netcdf(new_path, engine="h5netcdf"))
-    return out
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
