@@ -418,8 +418,8 @@ def _check_kept(file: KeptAnswers, requests: Sequence[Request]) -> None:
         if differences:
             raise OptionError(
                 f"{file.path} holds answers of another run (prompt {request.prompt} under"
-                f" {request.condition!r} differs in its {' and '.join(differences)}); choose another"
-                " file, or move this one"
+                f" {request.condition!r} differs in its {' and '.join(differences)}); choose"
+                " another file, or move this one"
             )
 
 

@@ -196,8 +196,8 @@ def _prompts_sent(connection: Connection, questions: Mapping[Question, Request])
         prompt, name = refused_questions[0]
         message = (
             f"the server takes only text, and the text of prompt {prompt} with the condition"
-            f" {name!r} would be read as other tokens, as would {len(refused_questions)} of {len(texts)}"
-            " in all"
+            f" {name!r} would be read as other tokens, as would {len(refused_questions)} of"
+            f" {len(texts)} in all"
         )
         if len(refused_questions) > _MOST_LEFT_OUT * len(texts):
             raise PromptError(

@@ -116,8 +116,8 @@ class Probe:
         requests: The requests, by question.
         references: The reference for each answer, by question.
         least: The least fraction of the server's answers that must agree.
-        record: What provenance has of the probe: "against", whose answers the references are, in words;
-            "rounds", the figures of each comparison so far; and facts about the server.
+        record: What provenance has of the probe: "against", whose answers the references are, in
+            words; "rounds", the figures of each comparison so far; and facts about the server.
     """
 
     connection: Connection
