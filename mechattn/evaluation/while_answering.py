@@ -216,7 +216,10 @@ class WhileAnswering:
         return Units.grouped(self.units.group_of_prompt[indices].astype(str).tolist())
 
     def __str__(self) -> str:
-        title = f"{self.model_name}: attention of {self.queries} to the question, mean over heads and layers"
+        title = (
+            f"{self.model_name}: attention of {self.queries} to the question, mean over heads and"
+            " layers"
+        )
         answer_columns = ["condition", "right", "right_n", "wrong", "wrong_n"]
         pair_columns = ["pairs", "difference", "beyond", "p_beyond"]
         table = self.table()[[*answer_columns, *pair_columns]]
