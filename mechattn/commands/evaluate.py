@@ -4,6 +4,7 @@ table."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 
 from mechattn.axes import BASELINE
 from mechattn.commands.from_config import build_conditions
-from mechattn.commands.run_config import locations_of, prompts_by_model, read_config, with_options
+from mechattn.commands.run_config import (
+    locations_of,
+    prompts_by_model,
+    read_config,
+    with_options,
+    without_none,
+)
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
@@ -80,7 +87,8 @@ def evaluate_from_config(
     for name, location in locations_of(config, config.evaluation.out).items():
         files[name] = Path(location)
         check_writable(files[name])
-    prompts = prompts_by_model(config)
+    read_tokenizer = cache(tokenizer_named)  # each is read once
+    prompts = prompts_by_model(config, read_tokenizer)
     dtype = dtype_named(config.dtype)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -88,15 +96,23 @@ def evaluate_from_config(
     loads_weights = chosen_server is None or (section is not None and section.weights)
     options = config.evaluation.model_dump(exclude={"out", "server"})
     evaluations = {}
-    for name, file in files.items():
+    for name in config.models:
+        tokenizer = read_tokenizer(name)
+        conditions = build_conditions(config.conditions, tokenizer)
         model: str | HookedModel = name
         if loads_weights:
-            model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
+            model = load_model(
+                name,
+                tokenizer=tokenizer,
+                dtype=dtype,
+                device=config.device,
+                verify=config.verify,
+            )
         evaluations[name] = evaluate(
             model,
             prompts[name],
-            build_conditions(config.conditions, tokenizer_named(name)),
-            out=file,
+            conditions,
+            out=files[name],
             seed=config.seed,
             server=chosen_server,
             **options,
@@ -149,13 +165,9 @@ def _server(
     Raises:
         OptionError: The command line names a model or key, but there is no address.
     """
-    options = {}
+    options = without_none(address=address, model=model, key=key)
     if section is not None:
-        options = section.model_dump(exclude={"weights"})
-    for name, value in (("address", address), ("model", model), ("key", key)):
-        if value is not None:
-            options[name] = value
-
+        options = section.model_dump(exclude={"weights"}) | options
     if not options:
         return None
     if "address" not in options:
@@ -170,13 +182,13 @@ def _change_cells(change: Mapping[str, Any]) -> list[str]:
     baseline", "p", "gained, lost" and "detectable"."""
     difference = f"{100 * change['difference']:+.1f}"
     interval = f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
-    changed = ""
+    gained_and_lost = ""
     if "only_first" in change:  # only with one answer per problem
-        changed = f"{change['only_first']}, {change['only_second']}"
+        gained_and_lost = f"{change['only_first']}, {change['only_second']}"
 
     return [
         f"{difference} {interval}",
         f"{change['p']:.2g}",
-        changed,
+        gained_and_lost,
         f"{100 * change['detectable']:.1f}",
     ]

@@ -19,6 +19,7 @@ from mechattn.commands.run_config import (
 )
 from mechattn.engine.run import run
 from mechattn.errors import plain, say
+from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel
@@ -64,24 +65,26 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     dtype = dtype_named(config.dtype)
     check_device(config.device)
 
-    (inserted,) = build_conditions(config.conditions).values()
+    (condition,) = build_conditions(config.conditions).values()
     output = output_of(config)
     # The command line always gives this condition and a page.
-    assert isinstance(inserted, MeaninglessTokens)
+    assert isinstance(condition, MeaninglessTokens)
     assert output.page is not None
 
     check_page_place(output.page, force)
     locations = locations_of(config, output.result)
     for location in locations.values():
         check_result_location(location)
-    prompts = checked_prompts(config, page_figures(config, output), chooses_heads=True)
+    prompts = checked_prompts(
+        config, tokenizer_named, page_figures(config, output), chooses_heads=True
+    )
 
     measurements = []
     for name, location in locations.items():
         count = len(prompts[name])
-        say(f"{name}: {count} prompts with and without {inserted.count} inserted tokens.")
+        say(f"{name}: {count} prompts with and without {condition.count} inserted tokens.")
         hooked = load_model(name, dtype=dtype, device=config.device)
-        measurements.append(_measure(hooked, prompts[name], inserted, config.seed, location))
+        measurements.append(_measure(hooked, prompts[name], condition, config.seed, location))
         del hooked  # frees its memory for the next model
 
     choice = head_choice(output)
@@ -89,7 +92,7 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     sections = []
     for measurement in measurements:
         head = choice.named_head(measurement.result)
-        models.append(ShownModel(measurement.result, measurement.maps, head))
+        models.append(ShownModel(measurement.result, measurement.patterns, head))
         sections += lead_sections(measurement.result, choice)
     sections += [prompt_section(measurement.result) for measurement in measurements]
 
@@ -99,47 +102,57 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     return write_page(Path(output.page), about, models, sections, force)
 
 
+@dataclass(frozen=True)
+class _Measurement:
+    """What was measured in one model."""
+
+    result: Result  # of all prompts
+    patterns: Result  # of a short prompt
+    condition: MeaninglessTokens  # with the number of tokens that the tokenizer can make
+
+
 def _measure(
     hooked: HookedModel,
     prompts: Sequence[Prompt],
-    inserted: MeaninglessTokens,
+    condition: MeaninglessTokens,
     seed: int,
     location: str,
 ) -> _Measurement:
     """Run a model on all prompts and store the result; measure the patterns of the shortest."""
-    fitted = inserted.fitted(hooked)
-    if fitted.count != inserted.count:  # some tokenizers split each "/" in two
+    fitted_condition = condition.fitted(hooked)
+    if fitted_condition.count != condition.count:  # some tokenizers split each "/" in two
         say(
-            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of "
-            f"{inserted.text!r}; {fitted.count} are inserted"
+            f"the tokenizer of {hooked.cfg.model_name} cannot make {condition.count} tokens of "
+            f"{condition.text!r}; {fitted_condition.count} are inserted"
         )
 
-    name = _condition_name(fitted)
-    control = RandomSentence(count=fitted.count, place=fitted.place)
-    conditions: dict[str, Condition] = {name: fitted, "sentence": control}
+    name = _condition_name(condition)
+    control = RandomSentence(count=fitted_condition.count, place=condition.place)
+    conditions: dict[str, Condition] = {name: fitted_condition, "sentence": control}
     analyses: list[Analysis] = [ReceivedAttention(), AttentionBudget()]
     result = run(hooked, prompts, conditions, analyses, seed=seed, keep="prompts")
     result.save(location)
 
     shortest = min(prompts, key=lambda prompt: len(prompt.question))
-    few_count = min(FEW_TOKENS, inserted.count)
-    few_tokens = replace(inserted, count=few_count).fitted(hooked)
-    maps = run(hooked, shortest, {name: few_tokens}, [AttentionMap()], seed=seed)
-    return _Measurement(result, maps, fitted)
+    few_count = min(FEW_TOKENS, condition.count)
+    short_condition = replace(condition, count=few_count).fitted(hooked)
+    patterns = run(hooked, shortest, {name: short_condition}, [AttentionMap()], seed=seed)
+    return _Measurement(result, patterns, fitted_condition)
 
 
 def _inserted_words(measurements: Sequence[_Measurement]) -> str:
     """The inserted tokens, such as "55 “/”", or "55 or 56 “/”" if the counts of models differ."""
-    counts = sorted({measurement.inserted.count for measurement in measurements})
-    text = plain(measurements[0].inserted.text)
-    return f"{' or '.join(map(str, counts))} “{text}”"
+    counts = sorted({measurement.condition.count for measurement in measurements})
+    count_words = " or ".join(str(count) for count in counts)
+    text = plain(measurements[0].condition.text)
+    return f"{count_words} “{text}”"
 
 
 def _subtitle(
     config: Config, measurements: Sequence[_Measurement], prompts: dict[str, list[Prompt]]
 ) -> str:
     """What was inserted and where, and which prompts the models read."""
-    inserted = measurements[0].inserted
+    condition = measurements[0].condition
     first_prompts = [model_prompts[0] for model_prompts in prompts.values()]
     templates = dict.fromkeys(TEMPLATES[prompt.template] for prompt in first_prompts)
     system = first_prompts[0].system
@@ -148,23 +161,14 @@ def _subtitle(
         system_words = f"after “{plain(system)}”"
     count = len(next(iter(prompts.values())))  # every model has the same
     return (
-        f"{_inserted_words(measurements)} ({_condition_name(inserted)}), or the same number of"
-        f" tokens of random sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
+        f"{_inserted_words(measurements)} ({_condition_name(condition)}), or the same number of"
+        f" tokens of random sentences (sentence), {PLACES[condition.place]}. {count} prompts of "
         f"{name_of(config.prompts.source)}, {' or '.join(templates)}, {system_words}."
     )
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """What was measured in one model."""
-
-    result: Result  # of all prompts
-    maps: Result  # the patterns of a short prompt
-    inserted: MeaninglessTokens
-
-
-def _condition_name(inserted: MeaninglessTokens) -> str:
+def _condition_name(condition: MeaninglessTokens) -> str:
     """The name of the condition in figures."""
-    if inserted.text == "/":
+    if condition.text == "/":
         return "slash"
     return "meaningless"

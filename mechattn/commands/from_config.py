@@ -80,10 +80,12 @@ def build_analyses(sections: Sequence[AnalysisSection]) -> list[Analysis]:
     Raises:
         OptionError: A kind or an option is not allowed.
     """
-    return [
-        _build(ANALYSES, section.kind, section.options, f"analyses[{index}]")
-        for index, section in enumerate(sections)
-    ]
+    analyses = []
+    for index, section in enumerate(sections):
+        where = f"analyses[{index}]"
+        analysis_class = known_kind(ANALYSES, section.kind, where)
+        analyses.append(_build(analysis_class, section.options, where))
+    return analyses
 
 
 def known_kind(kinds_by_name: Mapping[str, Any], kind: str, where: str) -> Any:
@@ -116,8 +118,8 @@ def checked_options(
     model = _options_model(build)
     for name in options:
         if name not in model.model_fields:
-            words = no_such_key(name, [*model.model_fields, *other_keys])
-            raise OptionError(f"{where}.{name}: {words}")
+            message = no_such_key(name, [*model.model_fields, *other_keys])
+            raise OptionError(f"{where}.{name}: {message}")
 
     # Checked as JSON, because strict pydantic accepts a list for a tuple only there. A date of TOML
     # becomes a table, so that it is not accepted as a text.
@@ -146,9 +148,9 @@ def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[st
         separator = section.options.get("separator", default.separator)
         own_line = section.options.get("own_line") is True
 
-        # An option of another type is refused when its condition is built.
-        are_text = text and isinstance(text, str) and isinstance(separator, str)
-        if are_text and section.kind == "MeaninglessTokens":
+        # An empty text or an option of another type is refused when its condition is built.
+        are_texts = isinstance(text, str) and isinstance(separator, str)
+        if section.kind == "MeaninglessTokens" and are_texts and text != "":
             counts[name] = fillers.nearest_count(
                 tokenizer, text, separator, default.count, own_line
             )
@@ -157,8 +159,8 @@ def _counts(sections: Mapping[str, ConditionSection], tokenizer: Any) -> dict[st
         return {}
     first_count = next(iter(counts.values()))
     for name, section in without_count.items():
-        kind = known_kind(CONDITIONS, section.kind, f"conditions.{name}")
-        count_field = _options_model(kind).model_fields.get("count")
+        condition_class = known_kind(CONDITIONS, section.kind, f"conditions.{name}")
+        count_field = _options_model(condition_class).model_fields.get("count")
         if count_field is not None and count_field.default is not None:
             counts.setdefault(name, first_count)
     return counts
@@ -169,13 +171,13 @@ def _variants(
 ) -> dict[str, prompt_conditions.Condition]:
     """The conditions of one section by their full names, such as "slash, count=5"."""
     where = f"conditions.{name}"
-    options = section.options
+    options = dict(section.options)
     if count is not None:
-        options = {"count": count, **options}
+        options["count"] = count
 
-    kind = known_kind(CONDITIONS, section.kind, where)
+    condition_class = known_kind(CONDITIONS, section.kind, where)
     counts = options.get("count")
-    if isinstance(counts, list) and "count" in _options_model(kind).model_fields:
+    if isinstance(counts, list) and "count" in _options_model(condition_class).model_fields:
         # 0 tokens are the baseline, which is always run.
         options["count"] = [number for number in counts if number != 0]
         if not options["count"]:
@@ -184,26 +186,25 @@ def _variants(
             )
 
     # An empty list is not swept, so that it is refused as a value.
-    swept = {key: value for key, value in options.items() if isinstance(value, list) and value}
-    variants = []
-    for values in product(*swept.values()):  # all are built, so that every value is checked
-        variant_options = options | dict(zip(swept, values, strict=True))
-        variants.append(
-            _build(CONDITIONS, section.kind, variant_options, where, ConditionSection.model_fields)
-        )
+    value_lists = {
+        option: value for option, value in options.items() if isinstance(value, list) and value
+    }
+    for values in product(*value_lists.values()):  # all are built, so that every value is checked
+        variant_options = options | dict(zip(value_lists, values, strict=True))
+        condition = _build(condition_class, variant_options, where, ConditionSection.model_fields)
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
 
-    # Any variant will do, as sweep replaces its swept options.
-    condition = _as_its_section_says(variants[0], section, where)
-    if not swept:
+    condition = _with_section_options(condition, section, where)
+    if not value_lists:
         return {name: condition}
-    swept_conditions = sweep(condition, **swept)
+    # The last condition will do, as sweep replaces its swept options.
+    swept_conditions = sweep(condition, **value_lists)
     return {f"{name}, {values}": variant for values, variant in swept_conditions.items()}
 
 
-def _as_its_section_says(condition: Any, section: ConditionSection, where: str) -> Any:
+def _with_section_options(condition: Any, section: ConditionSection, where: str) -> Any:
     """The condition, masked, unshifted or under an intervention if its section says so."""
     for option in ("masked", "unshifted"):
         if getattr(section, option):
@@ -215,19 +216,15 @@ def _as_its_section_says(condition: Any, section: ConditionSection, where: str) 
             condition = getattr(condition, option)()
 
     if section.intervention:
-        intervention = _build(
-            INTERVENTIONS,
-            section.intervention.kind,
-            section.intervention.options,
-            f"{where}.intervention",
-        )
+        where = f"{where}.intervention"
+        intervention_class = known_kind(INTERVENTIONS, section.intervention.kind, where)
+        intervention = _build(intervention_class, section.intervention.options, where)
         condition = condition.under(intervention)
     return condition
 
 
 def _build(
-    classes: Mapping[str, Any],
-    kind: str,
+    build_class: Callable,
     options: Mapping[str, Any],
     where: str,
     other_keys: Iterable[str] = (),
@@ -235,16 +232,14 @@ def _build(
     """Build a condition, analysis or intervention.
 
     Args:
-        classes: The classes by kind.
-        kind: The kind that the file gives.
+        build_class: The class.
         options: The options that the file gives.
         where: The section of the file for messages, such as "conditions.slash".
         other_keys: Further keys of the section, which a message may suggest.
     """
-    build = known_kind(classes, kind, where)
-    checked = checked_options(build, options, where, other_keys)
-    given_options = {name: checked[name] for name in options}  # without defaults
-    return build(**given_options)
+    all_options = checked_options(build_class, options, where, other_keys)
+    given_options = {name: all_options[name] for name in options}  # without defaults
+    return build_class(**given_options)
 
 
 @cache

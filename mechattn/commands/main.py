@@ -366,8 +366,8 @@ def report(
     missing = write_report(
         results, out, layer, _head_numbers(heads), _command(), force, top, memory
     )
-    for words in missing:
-        _say(f"Not shown: {words}", err=True)
+    for sentence in missing:
+        _say(f"Not shown: {sentence}", err=True)
     _say(f"Open {out} in a browser; it works offline.")
 
 
@@ -384,10 +384,10 @@ def export(
     """Write every quantity of every head, its change, its null and its q, as one CSV file."""
     from mechattn.commands.stored_results import export_csv
 
-    path, missing = export_csv(results, csv, memory)
-    for words in missing:
-        _say(f"Without rows: {words}", err=True)
-    _say(f"Wrote {path}")
+    missing = export_csv(results, csv, memory)
+    for sentence in missing:
+        _say(f"Without rows: {sentence}", err=True)
+    _say(f"Wrote {csv}")
 
 
 @app.command("export-netcdf")
@@ -398,7 +398,8 @@ def export_arrays(
     """Write all arrays of a result as one NetCDF file."""
     from mechattn.commands.stored_results import export_netcdf
 
-    _say(f"Wrote {export_netcdf(result, out)}")
+    export_netcdf(result, out)
+    _say(f"Wrote {out}")
 
 
 def main() -> None:
@@ -431,7 +432,7 @@ def _template(chat_template: bool | None) -> Literal["chat", "plain"] | None:
 
 def _head_numbers(text: str | None) -> list[int] | None:
     """The heads that --heads names; None if it is omitted, and the data choose them."""
-    if not text:
+    if text is None:
         return None
     try:
         return [int(number) for number in text.split(",")]

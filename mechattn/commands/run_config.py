@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,12 +109,32 @@ def run_from_config(
             check_result_or_location(locations[model])
     if output.page is not None:
         check_page_place(output.page, force)
-    prompts = checked_prompts(config, figures, any(map(_chooses_heads, figures)))
+    read_tokenizer = cache(tokenizer_named)  # each is read once
+    chooses_heads = any(_chooses_heads(figure) for figure in figures)
+    prompts = checked_prompts(config, read_tokenizer, figures, chooses_heads)
+    keep: Literal["prompts", "moments"] = "moments"
+    if chooses_heads:
+        keep = "prompts"  # heads are chosen on one half of the prompts and shown on the other
 
     written: list[Path | str] = []
     results = []
     for model, location in locations.items():
-        job = _job(config, model, prompts[model], figures, command)
+        job = Job(
+            model,
+            prompts[model],
+            build_conditions(config.conditions, read_tokenizer(model)),
+            build_analyses(config.analyses),
+            RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
+            dtype=config.dtype,
+            device=config.device,
+            verify=config.verify,
+            chunk=config.chunk,
+            threads=config.threads,
+            require=partial(_check_figures_of_model, figures),
+            command=command,
+            paths=config.paths,
+            values=config.values,
+        )
         result, is_new = compute(job, location, chosen_shard, chosen_executor, fresh)
         results.append(result)
         if is_new and "://" in location:  # a Path would make "s3:/bucket" of "s3://bucket"
@@ -156,12 +176,16 @@ def head_choice(output: OutputSection) -> HeadChoice:
 
 
 def checked_prompts(
-    config: Config, figures: Sequence[FigureSection], chooses_heads: bool
+    config: Config,
+    read_tokenizer: Callable[[str], Any],
+    figures: Sequence[FigureSection],
+    chooses_heads: bool,
 ) -> dict[str, list[Prompt]]:
     """Load the prompts of each model, after checking everything about figures that needs no model.
 
     Args:
         config: The config.
+        read_tokenizer: Reads the tokenizer of a model.
         figures: The figures of its page.
         chooses_heads: Whether the data choose the heads that are shown.
 
@@ -175,52 +199,73 @@ def checked_prompts(
     for model in config.models:
         check_in_model(model, config.layers, figures)
 
-    prompts = prompts_by_model(config)
+    prompts = prompts_by_model(config, read_tokenizer)
     count = len(prompts[config.models[0]])  # every model has the same
-    needed = FEWEST
+    fewest = FEWEST
     reason = "it shows intervals"
     if chooses_heads:
-        needed = 2 * FEWEST
+        fewest = 2 * FEWEST
         reason = "heads are chosen on one half of them and shown on the other"
-    if figures and count < needed:
+    if figures and count < fewest:
         raise OptionError(
-            f"a page needs at least {needed} prompts, since {reason}; there are only {count}"
+            f"a page needs at least {fewest} prompts, since {reason}; there are only {count}"
         )
     return prompts
 
 
 def locations_of(config: Config, pattern: str) -> dict[str, str]:
-    """The output of each model: the pattern, with the model's name in place of "{model}"."""
+    """The output of each model: the pattern, with the model's name in place of "{model}".
+
+    Raises:
+        OptionError: There are several models, and the pattern has no "{model}".
+    """
+    if len(config.models) > 1 and "{model}" not in pattern:
+        raise OptionError(
+            f'{pattern}: {len(config.models)} models need "{{model}}" in this path, to give each an'
+            " output of its own"
+        )
     names = file_names(config.models)
     return {model: pattern.replace("{model}", name) for model, name in names.items()}
 
 
-def prompts_by_model(config: Config) -> dict[str, list[Prompt]]:
-    """The prompts of each model, by its name, with the template that the config chooses for it."""
+def prompts_by_model(
+    config: Config, read_tokenizer: Callable[[str], Any]
+) -> dict[str, list[Prompt]]:
+    """The prompts of each model, by its name, with the template that the config chooses for it.
+
+    Args:
+        config: The config.
+        read_tokenizer: Reads the tokenizer of a model.
+
+    Raises:
+        MechattnError: The prompts cannot be loaded, or the config chooses a chat template that a
+            tokenizer does not have.
+    """
     options = config.prompts.model_dump()
-    word = options.pop("template")
+    template_word = options.pop("template")
     prompts = load_prompts(**options)  # once for all models, as a dataset may be large
-    by_model = {}
+    prompts_of_models = {}
     for model in config.models:
-        template = template_of(model, word)
-        by_model[model] = [replace(prompt, template=template) for prompt in prompts]
+        template = template_of(model, template_word, read_tokenizer)
+        prompts_of_models[model] = [replace(prompt, template=template) for prompt in prompts]
 
-    return by_model
+    return prompts_of_models
 
 
-def template_of(model: str, word: TemplateWord) -> Template:
+def template_of(
+    model: str, template_word: TemplateWord, read_tokenizer: Callable[[str], Any]
+) -> Template:
     """The template of a model's prompts. "auto" is its chat template, or "plain" if it has none.
 
     Raises:
-        OptionError: ``word`` is "chat", but the tokenizer has no chat template.
+        OptionError: ``template_word`` is "chat", but the tokenizer has no chat template.
     """
-    if word in ("plain", "joined"):
-        return word
+    if template_word in ("plain", "joined"):
+        return template_word
 
-    tokenizer = tokenizer_named(model)
-    if getattr(tokenizer, "chat_template", None):
+    if getattr(read_tokenizer(model), "chat_template", None):
         return "chat"
-    if word == "chat":
+    if template_word == "chat":
         raise OptionError(
             f"the tokenizer of {model} has no chat template; give --no-chat-template, or "
             'template = "plain"'
@@ -239,8 +284,13 @@ def with_options(
         template: The template of the prompts.
         options: Keys at the top of the file.
     """
-    prompts = config.prompts.model_copy(update=_without_none(system=system, template=template))
-    return config.model_copy(update={**_without_none(**options), "prompts": prompts})
+    prompts = config.prompts.model_copy(update=without_none(system=system, template=template))
+    return config.model_copy(update={**without_none(**options), "prompts": prompts})
+
+
+def without_none(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
@@ -255,12 +305,15 @@ def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
     if layer is None:
         measured_layers = config.layers or [0]
         layer = measured_layers[0]
-    section = {"kind": "received_attention", "layer": layer, "heads": output.heads}
+    options: dict[str, Any] = {"layer": layer, "heads": output.heads}
     if output.heads is None:
-        section = {"kind": "received_attention", "layer": layer, "top": output.top}
+        options = {"layer": layer, "top": output.top}
 
-    conditions = list(build_conditions(config.conditions)) or [BASELINE]
-    return [FigureSection.model_validate(section | {"condition": name}) for name in conditions]
+    figures = []
+    for condition in list(build_conditions(config.conditions)) or [BASELINE]:
+        section = {"kind": "received_attention", "condition": condition, **options}
+        figures.append(FigureSection.model_validate(section))
+    return figures
 
 
 def check_in_model(
@@ -304,12 +357,6 @@ def read_config(path: str | Path) -> Config:
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
 
-    if len(config.models) > 1:
-        needs = f'{path}: {len(config.models)} models need "{{model}}" in'
-        if config.output and "{model}" not in config.output.result:
-            raise OptionError(f"{needs} output.result, to give each its own result")
-        if config.evaluation and "{model}" not in config.evaluation.out:
-            raise OptionError(f"{needs} evaluation.out, to give each its own file")
     return config
 
 
@@ -328,36 +375,6 @@ def _chooses_heads(figure: FigureSection) -> bool:
     return FIGURES[figure.kind].chooses_heads and not lists_heads
 
 
-def _job(
-    config: Config,
-    model: str,
-    prompts: Sequence[Prompt],
-    figures: Sequence[FigureSection],
-    command: str,
-) -> Job:
-    """The job that a config describes for one of its models."""
-    keep: Literal["prompts", "moments"] = "moments"
-    if any(map(_chooses_heads, figures)):
-        keep = "prompts"  # heads are chosen on one half of the prompts and shown on the other
-
-    return Job(
-        model,
-        prompts,
-        build_conditions(config.conditions, tokenizer_named(model)),
-        build_analyses(config.analyses),
-        RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
-        dtype=config.dtype,
-        device=config.device,
-        verify=config.verify,
-        chunk=config.chunk,
-        threads=config.threads,
-        require=partial(_check_figures_of_model, figures),
-        command=command,
-        paths=config.paths,
-        values=config.values,
-    )
-
-
 def _listed(numbers: list[int] | int | None) -> list[int]:
     """The layers or heads of an option as a list, whether it is one number, several or None."""
     if numbers is None:
@@ -365,11 +382,6 @@ def _listed(numbers: list[int] | int | None) -> list[int]:
     if isinstance(numbers, int):
         return [numbers]
     return numbers
-
-
-def _without_none(**options: Any) -> dict[str, Any]:
-    """The options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _layers_of(figure: FigureSection) -> list[int]:

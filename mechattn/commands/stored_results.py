@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -114,20 +113,20 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
         layer = int(result.provenance["measured_layers"][0])
     analysis_names = [analysis_class().name for analysis_class in ANALYSES]
 
-    ranked_figures = []
+    # By analysis; within an analysis, figures of one condition before those of a comparison.
+    figures_by_rank: dict[tuple[int, bool], Figures] = {}
     for kind, figure in FIGURES.items():
         if kind in LEADING:
             continue
         for options in figure.in_report(result, layer):
             dataset = figure.dataset_name(result, options)
-            rank = len(analysis_names)  # an analysis that the user wrote comes last
+            analysis_index = len(analysis_names)  # an analysis that the user wrote comes last
             if dataset in analysis_names:
-                rank = analysis_names.index(dataset)
-            ranked_figures.append((rank, figure.compares, figure.draw, options))
+                analysis_index = analysis_names.index(dataset)
+            rank = (analysis_index, figure.compares)
+            figures_by_rank.setdefault(rank, []).append((figure.draw, options))
 
-    # By analysis; within an analysis, figures of one condition before those of a comparison.
-    ranked_figures.sort(key=itemgetter(0, 1))
-    return [(draw, options) for _, _, draw, options in ranked_figures]
+    return [figure for rank in sorted(figures_by_rank) for figure in figures_by_rank[rank]]
 
 
 def summary(result: Result) -> str:
@@ -149,9 +148,7 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def export_csv(
-    paths: Sequence[str | Path], out: Path, memory: str = MEMORY
-) -> tuple[Path, list[str]]:
+def export_csv(paths: Sequence[str | Path], out: Path, memory: str = MEMORY) -> list[str]:
     """Write a CSV file with a row per result, quantity, condition, layer and head.
 
     Args:
@@ -160,7 +157,7 @@ def export_csv(
         memory: How much memory each table may take, as for ``load_result``.
 
     Returns:
-        The file, and the quantities without rows, each with the reason.
+        The quantities without rows, each with the reason.
 
     Raises:
         OptionError: The file has another extension, or exists and is not such a table; or no result
@@ -178,31 +175,28 @@ def export_csv(
     missing = []
     for path in paths:
         result = load_result(path, memory=memory)
-        table, without_rows = heads_table(result)
+        table, reasons = heads_table(result)
         model_name = result.provenance["model"]["name"]
         tables.append(table.assign(result=str(path), model=model_name))
 
         if len(paths) > 1:
-            without_rows = [f"{path}: {words}" for words in without_rows]
-        missing += without_rows
+            reasons = [f"{path}: {reason}" for reason in reasons]
+        missing += reasons
 
     tables = [table for table in tables if not table.empty]
     if not tables:
         raise OptionError(f"there is nothing to export: {missing[0]}")
     write_whole(out, lambda new_path: pd.concat(tables).to_csv(new_path, index=False))
-    return out, missing
+    return missing
 
 
-def export_netcdf(path: str | Path, out: Path) -> Path:
+def export_netcdf(path: str | Path, out: Path) -> None:
     """Write all arrays and the provenance of a result to one NetCDF file, with a group for each
     analysis.
 
     Args:
         path: The stored result.
         out: The file.
-
-    Returns:
-        The file.
 
     Raises:
         OptionError: The file has another extension or exists, or h5netcdf is not installed.
@@ -226,7 +220,6 @@ def export_netcdf(path: str | Path, out: Path) -> Path:
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new_path: tree.to_netcdf(new_path, engine="h5netcdf"))
-    return out
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
@@ -264,27 +257,27 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
 def _figures_of_any(results: Sequence[Result], layer: int | None) -> Figures:
     """The figures of the first result, and then those that only a later result has."""
     figures: Figures = []
-    keys = []
+    drawn_figures = []
     for result in results:
         for draw, options in figures_of(result, layer):
             # A figure is drawn once, with the condition and layer of the first result that has it.
-            key = (draw, {**options, "condition": None, "layer": None})
-            if key not in keys:
-                keys.append(key)
+            figure = (draw, {**options, "condition": None, "layer": None})
+            if figure not in drawn_figures:
+                drawn_figures.append(figure)
                 figures.append((draw, options))
     return figures
 
 
 def _details(values: xr.DataArray) -> str:
     """The units, dimensions and description of a quantity."""
-    words = ""
+    details = ""
     if "units" in values.attrs:
-        words += f" ({values.attrs['units']})"
+        details += f" ({values.attrs['units']})"
     dims = ", ".join(str(dim) for dim in values.dims)
-    words += f" [{dims}]"
+    details += f" [{dims}]"
     if "description" in values.attrs:
-        words += f": {values.attrs['description']}"
-    return words
+        details += f": {values.attrs['description']}"
+    return details
 
 
 def _is_export(path: Path) -> bool:
@@ -298,10 +291,9 @@ def _is_export(path: Path) -> bool:
 def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
     """The rows of a quantity in one condition: the value of each head and, unless the condition is
     the baseline, its change from the baseline."""
-    keys = ["layer", "head"]
     values = result.heads(quantity, None, condition=condition)
-    names = {quantity: "value", "low": "value_low", "high": "value_high"}
-    table = values.sort_values(keys).rename(columns=names)
+    exported_names = {quantity: "value", "low": "value_low", "high": "value_high"}
+    table = values.sort_values(["layer", "head"]).rename(columns=exported_names)
     table = table.assign(
         quantity=quantity,
         condition=condition,
@@ -316,6 +308,6 @@ def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
         changes = result.compare(condition, quantity=quantity, columns="all")
 
     changes = changes.rename(columns={"reference": "baseline"})
-    value_columns = {"segment", *table.columns} - set(keys)
-    columns = [name for name in COLUMNS if name in changes and name not in value_columns]
-    return table.merge(changes[columns], on=keys, how="left")
+    new_columns = [name for name in COLUMNS if name in changes and name not in table]
+    changes = changes[["layer", "head", *new_columns]]
+    return table.merge(changes, on=["layer", "head"], how="left")

@@ -67,23 +67,23 @@ class GradedAnswer:
 
 @dataclass
 class KeptAnswers:
-    """The answers so far and their provenance, which are also in a file if there is one.
+    """The answers so far and their provenance, both of which are also in a file if there is one.
 
     Args:
         answers: The answers by prompt, condition and sample.
         path: The file; None without one.
-        about: The provenance.
+        provenance: The provenance.
     """
 
     answers: dict[Key, GradedAnswer]
     path: Path | None
-    about: dict[str, Any]
+    provenance: dict[str, Any]
 
     def note(self, name: str, value: Any) -> None:
         """Add a fact to the provenance, and write the file again."""
-        self.about[name] = value
+        self.provenance[name] = value
         if self.path is not None:
-            write_answers(self.path, self.about, self.answers.values())
+            write_answers(self.path, self.provenance, self.answers.values())
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Remove answers; the file has them until the next :meth:`note`."""
@@ -110,14 +110,14 @@ class KeptAnswers:
 
 
 @contextmanager
-def kept_answers(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[KeptAnswers]:
-    """The answers already in a run's file, which other processes cannot extend meanwhile.
+def kept_answers(path: str | Path | None, provenance: Mapping[str, Any]) -> Iterator[KeptAnswers]:
+    """The answers already in a run's file, which other processes cannot extend inside the block.
 
-    Without a file there are none.
+    Without a file there are no answers yet.
 
     Args:
         path: The file, or None.
-        about: The provenance of this run. Except for what a later run may add, it must agree with
+        provenance: That of this run. Except for what a later run may add, it must agree with
             that of the file.
 
     Raises:
@@ -125,7 +125,7 @@ def kept_answers(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[
         OutputError: Another process has the lock, or the file cannot be read or written.
     """
     if path is None:
-        yield KeptAnswers({}, None, dict(about))
+        yield KeptAnswers({}, None, dict(provenance))
         return
 
     # Links are resolved, so that two names of one file have one lock.
@@ -144,7 +144,7 @@ def kept_answers(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[
         raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
 
     try:
-        yield _continued(real_path, about)
+        yield _continued(real_path, provenance)
     finally:
         with suppress(OSError):  # Windows does not delete an open file
             lock_path.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def write_answers(
     An existing file is replaced only if it is an evaluation.
 
     Raises:
-        OutputError: The path cannot be written to, or has something else than an evaluation.
+        OutputError: The path cannot be written to, or holds something other than an evaluation.
     """
     check_writable(path)
     if not _is_replaceable(path):
@@ -193,16 +193,16 @@ def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
 
     reader = TypeAdapter(GradedAnswer)
     answers: dict[Key, GradedAnswer] = {}
-    for number, line in enumerate(lines[1:], 2):
+    for line_number, line in enumerate(lines[1:], 2):
         try:
             answer = reader.validate_json(line, strict=True)
         except ValidationError as error:
-            is_cut_off = number == len(lines) and not content.endswith(b"\n")
+            is_cut_off = line_number == len(lines) and not content.endswith(b"\n")
             if is_cut_off:  # a run was killed while it wrote this line
                 break
 
             raise OutputError(
-                f"line {number} of {path} is not an answer: {_mistake(error)}"
+                f"line {line_number} of {path} is not an answer: {_mistake(error)}"
             ) from None
 
         answers[answer.key] = answer
@@ -210,48 +210,51 @@ def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     return json.loads(lines[0])["provenance"], answers
 
 
-def _continued(path: Path, about: Mapping[str, Any]) -> KeptAnswers:
-    """The answers already in the file, which gets the provenance of both runs.
-
-    A new file gets that of this run.
-    """
+def _continued(path: Path, provenance: Mapping[str, Any]) -> KeptAnswers:
+    """The answers already in a file, to which the provenance of this run is added."""
     if not path.exists() or not path.stat().st_size:
-        write_answers(path, about, ())
-        return KeptAnswers({}, path, dict(about))
+        write_answers(path, provenance, ())
+        return KeptAnswers({}, path, dict(provenance))
 
-    stored, answers = read_answers(path)
-    about_as_stored = json.loads(json.dumps(about))  # tuples are lists in a file
-    _check_same_run(path, stored, about_as_stored)
+    stored_provenance, answers = read_answers(path)
+    _check_same_run(path, stored_provenance, provenance)
 
-    later_facts = {name: about[name] for name in _OF_THE_LATER_RUN if name in about}
-    merged_facts = {
-        name: stored.get(name, {}) | about[name] for name in _OF_BOTH_RUNS if name in about
-    }
-    samples = max(stored.get("samples", 0), about.get("samples", 0))
-    extended_facts = {**stored, **later_facts, **merged_facts, "samples": samples}
+    extended_provenance = dict(stored_provenance)
+    for name in _OF_THE_LATER_RUN:
+        if name in provenance:
+            extended_provenance[name] = provenance[name]
+    for name in _OF_BOTH_RUNS:
+        if name in provenance:
+            extended_provenance[name] = stored_provenance.get(name, {}) | provenance[name]
+    sample_counts = [stored_provenance.get("samples", 0), provenance.get("samples", 0)]
+    extended_provenance["samples"] = max(sample_counts)
 
     # Written before any answer is added, to remove a last line that was cut off.
-    write_answers(path, extended_facts, answers.values())
-    return KeptAnswers(answers, path, extended_facts)
+    write_answers(path, extended_provenance, answers.values())
+    return KeptAnswers(answers, path, extended_provenance)
 
 
-def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+def _check_same_run(
+    path: Path, stored_provenance: Mapping[str, Any], provenance: Mapping[str, Any]
+) -> None:
     """Refuse a file of another model, other options, or a condition that has changed.
 
     Raises:
         OptionError: It is such a file.
     """
+    facts = json.loads(json.dumps(provenance))  # tuples are lists in a file
     # A fact that the file does not have differs too. Only a server's answers have a served model,
     # and only answers of a model here have the hash of its weights.
     differences = [
         name
-        for name, value in about.items()
-        if name not in _MAY_DIFFER and (name not in stored or stored[name] != value)
+        for name, fact in facts.items()
+        if name not in _MAY_DIFFER
+        and (name not in stored_provenance or stored_provenance[name] != fact)
     ]
 
-    conditions = stored.get("conditions", {})
-    for name, identity in about.get("conditions", {}).items():
-        if conditions.get(name, identity) != identity:
+    stored_conditions = stored_provenance.get("conditions", {})
+    for name, identity in facts.get("conditions", {}).items():
+        if stored_conditions.get(name, identity) != identity:
             differences.append(f"the condition {name!r}")
 
     if differences:

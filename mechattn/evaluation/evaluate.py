@@ -35,13 +35,12 @@ from mechattn.evaluation.server import Server
 from mechattn.model.architectures import particulars_of
 from mechattn.model.hooked import HookedModel, alone, config_of, holding, measuring
 from mechattn.model.load import load_model
-from mechattn.model.unloaded import unloaded
+from mechattn.model.unloaded import UnloadedModel, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import TokenSequence
-from mechattn.results import provenance
-from mechattn.results.provenance import identity
+from mechattn.results.provenance import digest, identity, name_of, versions
 
 
 def evaluate(
@@ -118,15 +117,26 @@ def evaluate(
 
     sequences = request_checks.condition_sequences(named_conditions, prompts, reader, seed)
     requests = _requests(prompts, sequences, sampling.samples)
-    _check_sequences(reader, server, prompts, sequences, new_tokens)
+    if server is None:
+        _check_generated_here(reader, prompts, sequences, new_tokens)
+        provenance = _provenance_here(reader, sequences)
+    else:
+        check_servable(reader, prompts, sequences, new_tokens)
+        provenance = _provenance_of_served(reader, server)
     check_room(requests, new_tokens, reader.cfg.n_ctx, str(reader.cfg.model_name))
 
-    about = _about(reader, server, prompts, sequences) | asdict(sampling)
-    about["conditions"] = {
+    provenance |= asdict(sampling)
+    provenance["grader"] = grader
+    provenance["prompts"] = digest(prompts)
+    provenance["versions"] = versions()
+    provenance["conditions"] = {
         name: identity(condition) for name, condition in named_conditions.items()
     }
-    about["grader"] = grader
-    with kept_answers(out, about) as file, _saying_what_is_kept(file, requests):
+    groups = {prompt.id: prompt.group for prompt in prompts if prompt.group is not None}
+    if len(set(groups.values())) < len(groups):
+        provenance["groups"] = groups
+
+    with kept_answers(out, provenance) as file, _saying_what_is_kept(file, requests):
         _check_kept(file, requests)
         todo = [request for request in requests if request.key not in file.answers]
         if server is None:
@@ -137,19 +147,19 @@ def evaluate(
 
         with closing(answers):  # after an error, no more answers are requested
             for request, answer, text in answers:
-                file.add(_graded(request, answer, text, grader))
+                file.add(_graded_answer(request, answer, text, grader))
 
-    if "probe" in file.about:
-        about["probe"] = file.about["probe"]
+    if "probe" in file.provenance:
+        provenance["probe"] = file.provenance["probe"]
 
     # By condition, and within each in the order of the prompts. Some problems may have no answer
     # from a server that takes only text.
     names = list(named_conditions)
-    in_order = sorted(requests, key=lambda request: names.index(request.condition))
+    requests.sort(key=lambda request: names.index(request.condition))
     graded_answers = [
-        file.answers[request.key] for request in in_order if request.key in file.answers
+        file.answers[request.key] for request in requests if request.key in file.answers
     ]
-    return Evaluation(tuple(graded_answers), about)
+    return Evaluation(tuple(graded_answers), provenance)
 
 
 @alone
@@ -280,47 +290,34 @@ def _requests(
     return requests
 
 
-def _check_sequences(
-    reader: Any,
-    server: Server | None,
+def _check_generated_here(
+    model: HookedModel,
     prompts: Sequence[Prompt],
     sequences: Sequence[Mapping[str, TokenSequence]],
     new_tokens: int,
 ) -> None:
-    """Refuse conditions and prompts under which the model or the server cannot generate.
+    """Refuse a model that cannot generate, and conditions and prompts under which it cannot.
 
     Args:
-        reader: The hooked model that generates; with a server an ``UnloadedModel``, which may hold
-            a hooked model to compare with.
-        server: The server that generates; None if the model here does.
+        model: The hooked model.
         prompts: The prompts.
         sequences: The sequences of each prompt by condition.
         new_tokens: The longest answer, in tokens.
 
     Raises:
-        MechattnError: There is such a condition or prompt, or the model cannot generate at all.
+        MechattnError: It is such a model, or there is such a condition or prompt.
     """
-    if server is None:
-        native_of(reader)  # refuses a model that cannot generate
-        hooked = reader
-    else:
-        hooked = reader.loaded
-
+    native_of(model)
     for prompt, by_condition in zip(prompts, sequences, strict=True):
         request_checks.check_is_unchanged(by_condition[BASELINE])
         for name, sequence in by_condition.items():
-            if server is None:
-                _check_cut_edges(reader, sequence, name)
-            else:
-                check_servable(sequence, name)
-        if hooked is not None:
-            request_checks.check_side(prompt, by_condition, hooked, new_tokens)
+            _check_cut_edges(model, sequence, name)
+        request_checks.check_side(prompt, by_condition, model, new_tokens)
 
-    if server is None:
-        ids = [prompt.id for prompt in prompts]
-        with holding(reader), measuring(reader):
-            request_checks.check_variants(reader, sequences)
-            request_checks.check_interventions(reader, ids, sequences)
+    ids = [prompt.id for prompt in prompts]
+    with holding(model), measuring(model):
+        request_checks.check_variants(model, sequences)
+        request_checks.check_interventions(model, ids, sequences)
 
 
 def _check_cut_edges(model: HookedModel, sequence: TokenSequence, name: str) -> None:
@@ -352,32 +349,31 @@ def _check_cut_edges(model: HookedModel, sequence: TokenSequence, name: str) -> 
     )
 
 
-def _about(
-    model: Any,
-    server: Server | None,
-    prompts: Sequence[Prompt],
-    sequences: Sequence[Mapping[str, TokenSequence]],
+def _provenance_here(
+    model: HookedModel, sequences: Sequence[Mapping[str, TokenSequence]]
 ) -> dict[str, Any]:
-    """The provenance of answers, except for the conditions, the sampling and the grader."""
-    about: dict[str, Any] = {"model": provenance.name_of(str(model.cfg.model_name))}
-    if server is None:
-        about["weights_hash"] = weights_hash(model)
-        about["dtype"] = dtype_name(model)
-        sides = request_checks.sides_of(model, sequences)
-        if sides:  # of a LongRoPE model
-            about["rope_factors"] = dict(Counter(sides))
-    else:
-        about["server"] = server.address
-        about["served_model"] = None
-        if server.model is not None:
-            about["served_model"] = provenance.name_of(server.model)
+    """The provenance of answers that says which model generates them here."""
+    provenance: dict[str, Any] = {
+        "model": name_of(str(model.cfg.model_name)),
+        "weights_hash": weights_hash(model),
+        "dtype": dtype_name(model),
+    }
+    sides = request_checks.sides_of(model, sequences)
+    if sides:  # of a LongRoPE model
+        provenance["rope_factors"] = dict(Counter(sides))
+    return provenance
 
-    about["prompts"] = provenance.digest(prompts)
-    about["versions"] = provenance.versions()
-    groups = {prompt.id: prompt.group for prompt in prompts if prompt.group is not None}
-    if len(set(groups.values())) < len(groups):
-        about["groups"] = groups
-    return about
+
+def _provenance_of_served(reader: UnloadedModel, server: Server) -> dict[str, Any]:
+    """The provenance of answers that says which model and which server generate them."""
+    served_model = None
+    if server.model is not None:
+        served_model = name_of(server.model)
+    return {
+        "model": name_of(str(reader.cfg.model_name)),
+        "server": server.address,
+        "served_model": served_model,
+    }
 
 
 @contextmanager
@@ -414,24 +410,25 @@ def _check_kept(file: KeptAnswers, requests: Sequence[Request]) -> None:
         if answer is None:
             continue
 
+        differences = []
         if answer.read != _read_digest(request):
-            difference = "tokens"
-        elif answer.solution != request.solution:
-            difference = "solution"
-        else:
-            continue
-        raise OptionError(
-            f"{file.path} holds answers of another run (the {difference} of prompt {request.prompt}"
-            f" under {request.condition!r} differ); choose another file, or move this one"
-        )
+            differences.append("tokens")
+        if answer.solution != request.solution:
+            differences.append("solution")
+        if differences:
+            raise OptionError(
+                f"{file.path} holds answers of another run (prompt {request.prompt} under"
+                f" {request.condition!r} differs in its {' and '.join(differences)}); choose"
+                " another file, or move this one"
+            )
 
 
 def _read_digest(request: Request) -> str:
     """A digest of the token ids that the model reads, stored with each answer."""
-    return provenance.digest([request.sequence.tokens.tolist()])
+    return digest([request.sequence.tokens.tolist()])
 
 
-def _graded(request: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
+def _graded_answer(request: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
     """The answer to a request with its grade, as it is stored."""
     grade = graders.grade(text, request.solution, grader, finished=answer.finished)
     return GradedAnswer(

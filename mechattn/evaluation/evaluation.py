@@ -45,7 +45,7 @@ class Evaluation:
     def __repr__(self) -> str:
         accuracies = []
         for name in self.conditions:
-            accuracy = np.mean([answer.right for answer in self._under(name)])
+            accuracy = np.mean([answer.right for answer in self._answers_under(name)])
             accuracies.append(f"{name} {100 * accuracy:.1f} %")
 
         line = (
@@ -68,43 +68,44 @@ class Evaluation:
 
         They name the conditions under which answers are missing, or under which more than a tenth
         of the answers were cut off, or ended by themselves without a final answer. They also say
-        whether the answers of the baseline are all right or all wrong.
+        if the baseline has several answers and all are right, or all are wrong.
         """
-        expected = len(self._problems()) * self.samples
-        missing = []
-        cut_off = []
-        without_final_answer = []
+        expected_count = len(self._problems()) * self.samples
+        missing_shares = []
+        cut_off_shares = []
+        unread_shares = []
         # A condition may have no answers at all if it was added by a run that was interrupted.
         for name in dict.fromkeys([*self.conditions, *self.provenance.get("conditions", ())]):
-            answers = self._under(name)
+            answers = self._answers_under(name)
             count = len(answers)
             cut_off_count = sum(not answer.finished for answer in answers)
             # An answer that was cut off may have been about to give its final answer.
-            ended_without = sum(answer.finished and answer.answer is None for answer in answers)
-            if count < expected:
-                missing.append(f"{expected - count} of {expected} under {name!r}")
+            unread_count = sum(answer.finished and answer.answer is None for answer in answers)
+            if count < expected_count:
+                missing_count = expected_count - count
+                missing_shares.append(f"{missing_count} of {expected_count} under {name!r}")
             if cut_off_count > _MANY * count:
-                cut_off.append(f"{cut_off_count} of {count} under {name!r}")
-            if ended_without > _MANY * count:
-                without_final_answer.append(f"{ended_without} of {count} under {name!r}")
+                cut_off_shares.append(f"{cut_off_count} of {count} under {name!r}")
+            if unread_count > _MANY * count:
+                unread_shares.append(f"{unread_count} of {count} under {name!r}")
 
         cautions = []
-        if missing:
+        if missing_shares:
             cautions.append(
-                f"answers are missing ({', '.join(missing)}), as after an interrupted run."
+                f"answers are missing ({', '.join(missing_shares)}), as after an interrupted run."
             )
-        if cut_off:
+        if cut_off_shares:
             cautions.append(
-                f"many answers were cut off and count as wrong ({', '.join(cut_off)}). Allow more"
-                " new_tokens before you compare."
+                f"many answers were cut off and count as wrong ({', '.join(cut_off_shares)}). Allow"
+                " more new_tokens before you compare."
             )
-        if without_final_answer:
+        if unread_shares:
             cautions.append(
-                f"many answers end without a final answer ({', '.join(without_final_answer)}). Does"
-                " the prompt ask for a mark, such as \\boxed{…}?"
+                f"many answers end without a final answer ({', '.join(unread_shares)}). Does the"
+                " prompt ask for a mark, such as \\boxed{…}?"
             )
 
-        is_right = [answer.right for answer in self._under(BASELINE)]
+        is_right = [answer.right for answer in self._answers_under(BASELINE)]
         if len(is_right) > 1 and all(is_right):
             cautions.append("every answer of the baseline is right, so accuracy can only fall.")
         if len(is_right) > 1 and not any(is_right):
@@ -124,12 +125,13 @@ class Evaluation:
             OptionError: There is no such condition, or some of its answers are missing.
         """
         check_choice(self.conditions, condition=condition)
-        is_right = {
-            (answer.prompt, answer.sample): answer.right for answer in self._under(condition)
+        is_right_by_key = {
+            (answer.prompt, answer.sample): answer.right
+            for answer in self._answers_under(condition)
         }
         keys = product(self._problems(), range(self.samples))
-        is_right_by_key = [is_right.get(key) for key in keys]
-        missing_count = is_right_by_key.count(None)
+        is_right = [is_right_by_key.get(key) for key in keys]
+        missing_count = is_right.count(None)
         if missing_count:
             raise OptionError(
                 f"{missing_count} answers under {condition!r} are missing, as after an interrupted"
@@ -137,7 +139,7 @@ class Evaluation:
                 " conditions"
             )
 
-        return np.array(is_right_by_key, dtype=bool).reshape(-1, self.samples)
+        return np.array(is_right, dtype=bool).reshape(-1, self.samples)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """The accuracy of each condition with its interval.
@@ -156,8 +158,8 @@ class Evaluation:
         Returns:
             A row for each condition: condition, accuracy, low, high, n (problems or their groups),
             unread (answers without a final answer, whether the model ended them or not), unfinished
-            (answers that reached the limit), tokens (the mean length). ``table.attrs["unit"]`` names the unit of n, and
-            ``table.attrs["cautions"]`` holds :attr:`cautions`.
+            (answers that reached the limit), tokens (the mean length). ``table.attrs["unit"]``
+            names the unit of n, and ``table.attrs["cautions"]`` holds :attr:`cautions`.
 
         Raises:
             OptionError: Some answers are missing, there are too few groups, or the level is not
@@ -166,7 +168,7 @@ class Evaluation:
         units = self._units(unit)
         rows = []
         for name in self.conditions:
-            answers = self._under(name)
+            answers = self._answers_under(name)
             interval = share_interval(units.means(self.right(name).mean(1)), level)
             rows.append(
                 {
@@ -211,9 +213,9 @@ class Evaluation:
         Returns:
             "difference", from -1 to 1, with "low" and "high" at 95 %; "p", and "test", which is
             "mid-p McNemar" or "sign flips"; "n", the number of problems or of their groups;
-            "detectable", the smallest difference that would be found with 80 % power; and with one
-            answer per problem "only_first" and "only_second", the numbers of problems that are
-            right under only one of the two.
+            "detectable", the smallest difference that would be found with 80 % power, NaN if there
+            is none; and with one answer per problem "only_first" and "only_second", the numbers of
+            problems that are right under only one of the two.
 
         Raises:
             OptionError: There is no such condition, some answers are missing, the problems differ,
@@ -232,13 +234,16 @@ class Evaluation:
 
         units = self._units(unit)
         has_single_answers = first.shape[1] == second.shape[1] == 1
-        counts = {}
+        only_one_right = {}
         if has_single_answers:
             mcnemar = paired_accuracy(first[:, 0], second[:, 0])
             if units.group_of_prompt is None:
                 return asdict(mcnemar) | {"test": "mid-p McNemar"}
             # Of McNemar's figures only the counts hold for problems that share groups.
-            counts = {"only_first": mcnemar.only_first, "only_second": mcnemar.only_second}
+            only_one_right = {
+                "only_first": mcnemar.only_first,
+                "only_second": mcnemar.only_second,
+            }
 
         differences = units.means(first.mean(1) - second.mean(1))
         interval = share_difference(differences)
@@ -247,7 +252,7 @@ class Evaluation:
             "low": interval.low,
             "high": interval.high,
             "p": float(paired(differences, bootstrap_ends=False).p_flip),
-            **counts,
+            **only_one_right,
             "n": units.n,
             "detectable": share_deviation(differences) * detectable_size(units.n),
             "test": "sign flips",
@@ -257,7 +262,8 @@ class Evaluation:
         """Compare every other condition with one, as one family of tests.
 
         The more conditions are compared, the more likely one of them differs by chance; q takes
-        this into account. ``ma.adjust`` takes these tables too, for a family over several evaluations.
+        this into account. ``ma.adjust`` takes these tables too, for a family over several
+        evaluations.
 
         Args:
             to: The condition to compare with.
@@ -313,7 +319,7 @@ class Evaluation:
         """
         if conditions is None:
             conditions = self.conditions
-        names = [name for name in conditions if name != BASELINE]
+        candidates = [name for name in conditions if name != BASELINE]
         group_of = self._groups()
 
         def arbitrary_key(problem: str) -> bytes:
@@ -322,18 +328,18 @@ class Evaluation:
 
         problems = sorted(group_of, key=arbitrary_key)
         units = Units.grouped([group_of[problem] for problem in problems])
-        if not names or units.n < 2:
+        if not candidates or units.n < 2:
             raise OptionError(
                 "best needs at least one condition other than the baseline, and at least two"
                 " problems (or groups of problems)"
             )
 
-        first_places, second_places = units.halves()
-        first_half = self._restricted_to([problems[place] for place in first_places])
-        second_half = self._restricted_to([problems[place] for place in second_places])
+        first_indices, second_indices = units.halves()
+        first_half = self._restricted_to([problems[index] for index in first_indices])
+        second_half = self._restricted_to([problems[index] for index in second_indices])
 
         # The first by name of equally good ones, whatever the order of the run.
-        best_name = max(sorted(names), key=first_half._accuracy)
+        best_name = max(sorted(candidates), key=first_half._accuracy)
         return {
             "condition": best_name,
             "chosen_on": first_half._accuracy(best_name),
@@ -359,20 +365,20 @@ class Evaluation:
             OptionError: No k is given, k is below 1 or above the number of samples, or as for
                 :meth:`accuracy`.
         """
-        counts = np.atleast_1d(k).tolist()
-        if not counts:
+        draw_counts = np.atleast_1d(k).tolist()
+        if not draw_counts:
             raise OptionError(f"k={k!r}: give at least one number of answers")
-        for count in counts:
-            check_counts(k=count)
+        for draw_count in draw_counts:
+            check_counts(k=draw_count)
 
         units = self._units(unit)
         rows = []
         for name in self.conditions:
             right_counts = self.right(name).sum(1)
-            for count in counts:
-                probabilities = pass_at_k(right_counts, self.samples, count)
+            for draw_count in draw_counts:
+                probabilities = pass_at_k(right_counts, self.samples, draw_count)
                 interval = share_interval(units.means(probabilities), level)
-                rows.append({"condition": name, "k": count, **interval._asdict()})
+                rows.append({"condition": name, "k": draw_count, **interval._asdict()})
 
         return pd.DataFrame(rows)
 
@@ -424,26 +430,28 @@ class Evaluation:
                 " distinguished"
             )
 
-        readable = pd.Series(own_answers).dropna()
-        rows = []
+        readable_answers = pd.Series(own_answers).dropna()
+        is_followed = []
+        is_kept = []
+        chances = []
         for problem in distinct_problems:
             answer = answers[problem]
-            unrelated = readable.drop([problem, sources[problem]])
-            is_followed = answer == own_answers[sources[problem]]
-            is_kept = answer == own_answers[problem]
-            share_by_chance = (unrelated == answer).mean()  # NaN if there is no unrelated prompt
-            rows.append([is_followed, is_kept, share_by_chance])
+            source = sources[problem]
+            is_followed.append(answer == own_answers[source])
+            is_kept.append(answer == own_answers[problem])
+            unrelated_answers = readable_answers.drop([problem, source])
+            # NaN if there is no unrelated prompt.
+            chances.append((unrelated_answers == answer).mean())
 
         units = self._restricted_to(distinct_problems)._units(unit)
-        followed, kept, by_chance = units.means(np.array(rows, dtype=float)).T
-        interval = share_interval(followed, level)
+        interval = share_interval(units.means(np.array(is_followed, dtype=float)), level)
         return {
             "condition": condition,
             "followed": interval.estimate,
             "low": interval.low,
             "high": interval.high,
-            "kept": float(kept.mean()),
-            "by_chance": float(by_chance.mean()),
+            "kept": float(units.means(np.array(is_kept, dtype=float)).mean()),
+            "by_chance": float(units.means(np.array(chances)).mean()),
             "n": units.n,
             "alike": len(own_answers) - len(distinct_problems),
         }
@@ -463,7 +471,7 @@ class Evaluation:
 
         Raises:
             OptionError: There is no such condition or sample, a prompt has no answer or an empty
-                one, or another problem was evaluated under a prompt's id.
+                one, or the problem that was evaluated under a prompt's id has another solution.
         """
         check_choice(self.conditions, condition=condition)
         if not 0 <= sample < self.samples:
@@ -477,10 +485,11 @@ class Evaluation:
             answer = answers.get(prompt.id)
             if answer is None or not answer.tokens:
                 raise OptionError(f"prompt {prompt.id} has no answer under {condition!r}; omit it")
-            if prompt.solution not in (None, answer.solution):
+            if prompt.solution != answer.solution:
                 raise OptionError(
                     f"prompt {prompt.id} has another solution than the problem that was evaluated"
-                    " under this id; give the prompts as they were evaluated, with their ids"
+                    " under this id, or none; give the prompts as they were evaluated, with their"
+                    " ids"
                 )
             answered_prompt = replace(prompt, answer=answer.text, answer_tokens=answer.tokens)
             answered_prompts.append(answered_prompt)
@@ -501,7 +510,7 @@ class Evaluation:
         """
         write_answers(Path(path), self.provenance, self.answers)
 
-    def _under(self, condition: str) -> list[GradedAnswer]:
+    def _answers_under(self, condition: str) -> list[GradedAnswer]:
         """The answers under a condition."""
         return [answer for answer in self.answers if answer.condition == condition]
 
@@ -535,9 +544,9 @@ class Evaluation:
 
     def _restricted_to(self, problems: Sequence[str]) -> Evaluation:
         """The evaluation of some problems only, in their order."""
-        places = {problem: place for place, problem in enumerate(problems)}
-        answers = [answer for answer in self.answers if answer.prompt in places]
-        answers.sort(key=lambda answer: places[answer.prompt])
+        index_of = {problem: index for index, problem in enumerate(problems)}
+        answers = [answer for answer in self.answers if answer.prompt in index_of]
+        answers.sort(key=lambda answer: index_of[answer.prompt])
         return Evaluation(tuple(answers), self.provenance)
 
     def _accuracy(self, condition: str) -> float:
@@ -557,7 +566,7 @@ class Evaluation:
 
     def _answers_by_problem(self, condition: str, sample: int = 0) -> dict[str, GradedAnswer]:
         """One of the answers to each problem under a condition, by the problem's id."""
-        answers = [answer for answer in self._under(condition) if answer.sample == sample]
+        answers = [answer for answer in self._answers_under(condition) if answer.sample == sample]
         return {answer.prompt: answer for answer in answers}
 
 

@@ -252,30 +252,30 @@ class Generation:
     temperature: float = 0.0
     seed: int = 0
     count_tokens: Callable[[int], None] | None = None
-    rows: GeneratingRows = field(init=False)
-    waiting: deque[int] = field(init=False)  # the requests whose prompts have not been read
+    batch: GeneratingRows = field(init=False)
+    waiting: deque[int] = field(init=False)  # the numbers of requests that have not been read
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.requests)))
-        self.rows = GeneratingRows(self.model)
+        self.batch = GeneratingRows(self.model)
 
     @property
     def is_open(self) -> bool:
         """Whether any answer has not ended."""
-        return bool(self.waiting or self.rows.open_count)
+        return len(self.waiting) + self.batch.open_count > 0
 
     def advance(self) -> dict[int, Answer]:
         """Generate until at least one answer ends, and return those that end, by number."""
         with holding(self.model), measuring(self.model), torch.no_grad():
-            ended = self.read_next_prompts()
-            if ended:  # with their first token
-                return ended
+            ended_answers = self.read_next_prompts()
+            if ended_answers:  # with their first token
+                return ended_answers
 
-            with acting_on_answers(self.rows):
-                while not ended:
-                    logits = self.rows.read_last_tokens()
-                    ended = self.write(self.rows.rows, logits)
-            return ended
+            with acting_on_answers(self.batch):
+                while not ended_answers:
+                    logits = self.batch.read_last_tokens()
+                    ended_answers = self.write(self.batch.rows, logits)
+            return ended_answers
 
     def read_next_prompts(self) -> dict[int, Answer]:
         """Replace the rows that have ended by the next prompts, and write their first tokens.
@@ -283,11 +283,11 @@ class Generation:
         Returns:
             The answers that end with their first token, by number.
         """
-        self.rows.drop_ended()
-        if self.rows.rows and not self.rows.are_exchangeable:
+        self.batch.drop_ended()
+        if self.batch.rows and not self.batch.are_exchangeable:
             return {}  # all answers in the batch must end first
 
-        free_count = self.rows_at_once - len(self.rows.rows)
+        free_count = self.rows_at_once - len(self.batch.rows)
         count = min(free_count, len(self.waiting))
         numbers = [self.waiting.popleft() for _ in range(count)]
         if not numbers:
@@ -295,8 +295,8 @@ class Generation:
 
         new_rows = [GeneratingRow(number, self.requests[number]) for number in numbers]
         requests = [row.request for row in new_rows]
-        prompts = PaddedPrompts([request.sequence for request in requests], self.rows.device)
-        cache = self.rows.new_cache()
+        prompts = PaddedPrompts([request.sequence for request in requests], self.batch.device)
+        cache = self.batch.new_cache()
         with acting_on_prompts(self.model, requests, prompts):
             output = self.model(
                 **prompts.inputs,
@@ -305,7 +305,7 @@ class Generation:
                 **last_logits_only(self.model),
             )
 
-        self.rows.add(new_rows, prompts, cache)
+        self.batch.add(new_rows, prompts, cache)
         return self.write(new_rows, output.logits[:, -1].float())
 
     def write(
@@ -316,10 +316,10 @@ class Generation:
         Returns:
             The answers that end with it, by number.
         """
-        tokens = self.chosen(rows, logits)
+        tokens = self.next_tokens(rows, logits)
         logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
-        ended = {}
+        ended_answers = {}
         written_count = 0
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.is_ended:
@@ -329,13 +329,13 @@ class Generation:
             written_count += 1
             if token in self.end or len(row.tokens) == self.new_tokens:
                 row.is_ended = True
-                ended[row.number] = until_end(row.tokens, row.logprobs, self.end)
+                ended_answers[row.number] = until_end(row.tokens, row.logprobs, self.end)
 
         if self.count_tokens is not None:
             self.count_tokens(written_count)
-        return ended
+        return ended_answers
 
-    def chosen(
+    def next_tokens(
         self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]
     ) -> Int[Tensor, " row"]:
         """The next token of each row: the likeliest, or one drawn at a temperature above 0."""
@@ -365,10 +365,10 @@ def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> 
         logprobs: The log-probability of each token, in nats.
         end: The tokens that end an answer.
     """
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token in end:
-            return Answer(tuple(tokens[:place]), True, mean_logprob(logprobs[: place + 1]))
-    return Answer(tuple(tokens), False, mean_logprob(logprobs[: len(tokens)]))
+            return Answer(tuple(tokens[:index]), True, mean_logprob(logprobs[: index + 1]))
+    return Answer(tuple(tokens), False, mean_logprob(logprobs))
 
 
 def mean_logprob(logprobs: list[float]) -> float:

@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -23,7 +23,12 @@ from mechattn.model.hooked import device_of
 from mechattn.model.hooks import last_logits_only
 from mechattn.prompts.token_sequences import TokenSequence, edges_to_cut
 
-Question = tuple[str, str]  # a prompt's id and the name of a condition
+
+class Question(NamedTuple):
+    """What all samples of an answer share: a prompt's id, and the name of a condition."""
+
+    prompt: str
+    condition: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Request:
     @property
     def question(self) -> Question:
         """The prompt and condition, which all samples of an answer share."""
-        return self.prompt, self.condition
+        return Question(self.prompt, self.condition)
 
 
 class PaddedPrompts:
@@ -64,9 +69,8 @@ class PaddedPrompts:
     """
 
     def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
-        def padded(rows: list[Tensor], value: int) -> Tensor:
-            batch = pad_sequence(rows, True, value, padding_side="left")
-            return batch.to(device)
+        def padded(row_values: list[Tensor], filler: int) -> Tensor:
+            return pad_sequence(row_values, True, filler, padding_side="left").to(device)
 
         self.longest = max(len(sequence) for sequence in sequences)
 
@@ -74,22 +78,25 @@ class PaddedPrompts:
         all_real = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
         self.real: Bool[Tensor, "row pos"] = padded(all_real, False)
 
-        self.tokens: Int[Tensor, "row pos"] = padded([s.tokens for s in sequences], 0)
-        self.position_ids: Int[Tensor, "row pos"] = padded([s.position_ids for s in sequences], 0)
-        self.segments: Int[Tensor, "row pos"] = padded([s.segment for s in sequences], PADDING)
+        tokens = [sequence.tokens for sequence in sequences]
+        self.tokens: Int[Tensor, "row pos"] = padded(tokens, 0)
+        position_ids = [sequence.position_ids for sequence in sequences]
+        self.position_ids: Int[Tensor, "row pos"] = padded(position_ids, 0)
+        segments = [sequence.segment for sequence in sequences]
+        self.segments: Int[Tensor, "row pos"] = padded(segments, PADDING)
 
         # The index of each token in the baseline; negative for inserted tokens and padding.
         origins = [_origin(sequence) for sequence in sequences]
         self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.longest)
 
         # The cut edges, and which tokens of the prompt those of the answer see.
-        cuts = [edges_to_cut(sequence) for sequence in sequences]
+        edges = [edges_to_cut(sequence) for sequence in sequences]
         self.edge_mask = EdgeMask(
-            queries=padded([cut.queries for cut in cuts], False),
-            keys=padded([cut.keys for cut in cuts], False),
+            queries=padded([row_edges.queries for row_edges in edges], False),
+            keys=padded([row_edges.keys for row_edges in edges], False),
         )
         self.has_cut_edges = any(sequence.cut_edges is not None for sequence in sequences)
-        visible = [~(cut.keys & cut.later) for cut in cuts]
+        visible = [~(row_edges.keys & row_edges.later) for row_edges in edges]
         self.visible_to_answers: Bool[Tensor, "row pos"] = padded(visible, False)
 
         # Position ids with gaps need a mask. Without one, transformers reads them as several
@@ -155,7 +162,7 @@ class GeneratingRow:
 
     @property
     def length(self) -> int:
-        """The number of its tokens in the cache, which has all but the last one."""
+        """The number of the row's tokens in the cache, which has all but the last one."""
         return len(self.request.sequence) + len(self.tokens) - 1
 
 
@@ -217,7 +224,7 @@ class GeneratingRows:
             self.needs_mask = prompts.needs_mask
             return
 
-        # The shorter of both gets padding on the left.
+        # The shorter of the two batches is padded on the left.
         length = max(self.visible.shape[1], prompts.longest)
         _fit_cache(self.cache, length)
         _fit_cache(cache, length)
@@ -226,8 +233,8 @@ class GeneratingRows:
                 layer.keys = torch.cat([layer.keys, new_layer.keys])
                 layer.values = torch.cat([layer.values, new_layer.values])
 
-        new_visible = _fitted(prompts.visible_to_answers, length)
-        self.visible = torch.cat([_fitted(self.visible, length), new_visible])
+        new_visible = _fitted_mask(prompts.visible_to_answers, length)
+        self.visible = torch.cat([_fitted_mask(self.visible, length), new_visible])
         self.rows += rows
         self.needs_mask = True
 
@@ -236,18 +243,18 @@ class GeneratingRows:
 
         If rows cannot be exchanged, all stay until every answer has ended.
         """
-        open_places = [place for place, row in enumerate(self.rows) if not row.is_ended]
-        if not open_places:
+        open_indices = [index for index, row in enumerate(self.rows) if not row.is_ended]
+        if not open_indices:
             self.rows = []
             return
-        if len(open_places) == len(self.rows) or not self.are_exchangeable:
+        if len(open_indices) == len(self.rows) or not self.are_exchangeable:
             return
 
-        self.rows = [self.rows[place] for place in open_places]
+        self.rows = [self.rows[index] for index in open_indices]
         length = max(row.length for row in self.rows)
-        self.cache.batch_select_indices(open_places)
+        self.cache.batch_select_indices(open_indices)
         _fit_cache(self.cache, length)
-        self.visible = _fitted(self.visible[open_places], length)
+        self.visible = _fitted_mask(self.visible[open_indices], length)
 
     def read_last_tokens(self) -> Float[Tensor, "row token"]:
         """Read the last token of each row, and return the logits of the next one.
@@ -283,8 +290,8 @@ def acting_on_prompts(
     If one of them reads first, the model reads the prompts once before the block.
     """
 
-    def target(rows: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
-        return Target(rows, ids, prompts.origin[rows], prompts.segments[rows])
+    def target(indices: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
+        return Target(indices, ids, prompts.origin[indices], prompts.segments[indices])
 
     with _acting(model, requests, prompts.tokens.device, target):
         interventions = [request.sequence.interventions for request in requests]
@@ -294,19 +301,20 @@ def acting_on_prompts(
 
 
 @contextmanager
-def acting_on_answers(rows: GeneratingRows) -> Iterator[None]:
-    """A block in which the interventions of prompts act, each on the tokens generated after it.
+def acting_on_answers(batch: GeneratingRows) -> Iterator[None]:
+    """A block in which the interventions of prompts act, each on the tokens generated after its
+    prompt.
 
     These tokens have no segment. An intervention that reads first has read the prompt, and acts
     only on it.
     """
 
-    def target(places: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
-        origin = rows.origin[places]
-        return Target(places, ids, origin, torch.full_like(origin, PADDING))
+    def target(indices: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
+        origin = batch.origin[indices]
+        return Target(indices, ids, origin, torch.full_like(origin, PADDING))
 
-    requests = [row.request for row in rows.rows]
-    with _acting(rows.model, requests, rows.device, target):
+    requests = [row.request for row in batch.rows]
+    with _acting(batch.model, requests, batch.device, target):
         yield
 
 
@@ -329,22 +337,16 @@ def _fit_cache(cache: Any, length: int) -> None:
             # adds its own.
             kept_length = min(length, layer.sliding_window - 1)
             layer.cumulative_length = length  # the other kind of layer counts its keys instead
-        layer.keys = _fitted(layer.keys, kept_length)
-        layer.values = _fitted(layer.values, kept_length)
+        added = kept_length - layer.keys.shape[2]
+        # From the last axis on: nothing is added to d_head, and ``added`` on the left of pos. A
+        # negative number cuts off.
+        layer.keys = pad(layer.keys, (0, 0, added, 0))
+        layer.values = pad(layer.values, (0, 0, added, 0))
 
 
-def _fitted(values: Shaped[Tensor, ...], length: int) -> Shaped[Tensor, ...]:
-    """The last ``length`` positions of masks [row pos], or of keys or values [row head pos d_head].
-
-    If there are fewer, zeros are added on the left.
-    """
-    # The arguments of torch's pad begin with the last axis; a negative number cuts off.
-    if values.ndim == 2:
-        added = length - values.shape[1]
-        return pad(values, (added, 0))
-
-    added = length - values.shape[2]
-    return pad(values, (0, 0, added, 0))
+def _fitted_mask(mask: Bool[Tensor, "row pos"], length: int) -> Bool[Tensor, "row length"]:
+    """The last ``length`` positions of a mask; if there are fewer, False is added on the left."""
+    return pad(mask, (length - mask.shape[1], 0))
 
 
 @contextmanager
@@ -358,15 +360,16 @@ def _acting(
 
     Rows with the same interventions in the same order are treated together.
     """
-    rows_by_interventions: dict[tuple[int, ...], list[int]] = {}
-    for row, request in enumerate(requests):
+    # By identity, since an intervention that a user wrote need be neither comparable nor hashable.
+    indices_by_interventions: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
         identities = tuple(id(intervention) for intervention in request.sequence.interventions)
-        rows_by_interventions.setdefault(identities, []).append(row)
+        indices_by_interventions.setdefault(identities, []).append(index)
 
     with ExitStack() as stack:
-        for row_list in rows_by_interventions.values():
-            rows = torch.tensor(row_list, device=device)
-            ids = tuple(requests[row].prompt for row in row_list)
-            for intervention in requests[row_list[0]].sequence.interventions:
-                stack.enter_context(intervention.acting(model, partial(target, rows, ids)))
+        for indices in indices_by_interventions.values():
+            ids = tuple(requests[index].prompt for index in indices)
+            row_target = partial(target, torch.tensor(indices, device=device), ids)
+            for intervention in requests[indices[0]].sequence.interventions:
+                stack.enter_context(intervention.acting(model, row_target))
         yield

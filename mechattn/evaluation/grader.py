@@ -45,18 +45,18 @@ _CURRENCY = re.compile(r"^(?:\\\$|[$€£¥])\s*")
 _UNIT = re.compile(r"^(\s*)(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°)")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,400})"
 _FRACTION = (
-    r"\\[dt]?frac\s*(?:\{\s*(?P<top>-?\d{1,400})\s*\}|(?P<top_digit>\d))"
-    r"\s*(?:\{\s*(?P<under>-?\d{1,400})\s*\}|(?P<under_digit>\d))"
+    r"\\[dt]?frac\s*(?:\{\s*(?P<numerator>-?\d{1,400})\s*\}|(?P<numerator_digit>\d))"
+    r"\s*(?:\{\s*(?P<denominator>-?\d{1,400})\s*\}|(?P<denominator_digit>\d))"
 )
 _PLAIN = re.compile(
     rf"(?P<whole>{_DIGITS})?(?P<decimals>\.\d{{1,400}})?"
-    rf"(?:\s+(?P<mixed_top>\d{{1,400}})\s*/\s*(?P<mixed_bottom>\d{{1,400}})"
-    rf"|\s*/\s*(?P<bottom>{_DIGITS}(?:\.\d{{1,400}})?)|\s*{_FRACTION})?"
+    rf"(?:\s+(?P<mixed_numerator>\d{{1,400}})\s*/\s*(?P<mixed_denominator>\d{{1,400}})"
+    rf"|\s*/\s*(?P<divisor>{_DIGITS}(?:\.\d{{1,400}})?)|\s*{_FRACTION})?"
 )
 _POWER = re.compile(
-    r"(?:[eE](?P<plain>[-+]?\d{1,4})(?!\w)"
-    r"|\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?(?P<ten>-?\d{1,4})\}?"
-    r"|\s*(?:\^|\*\*)\s*\{?(?P<own>\d{1,4})\}?)"
+    r"(?:[eE](?P<e>[-+]?\d{1,4})(?!\w)"
+    r"|\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?(?P<of_ten>-?\d{1,4})\}?"
+    r"|\s*(?:\^|\*\*)\s*\{?(?P<of_value>\d{1,4})\}?)"
 )
 _SCALES = {
     "dozen": 12,
@@ -168,8 +168,8 @@ def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool =
 def final_answer(text: str, finished: bool = True) -> str | None:
     """What follows the strongest mark of a text, read to its end.
 
-    It is None if there is no mark, if nothing can be read after it, or if the text was cut off
-    before a further problem began.
+    The answer is None if there is no mark, if nothing can be read after it, or if the text was cut
+    off before a further problem began.
     """
     # Before the first mark a model may repeat the problem that it was asked.
     marks = [mark.search(text) for mark in (_BOX, _HASHES, _PHRASE, _EQUALS)]
@@ -188,37 +188,37 @@ def final_answer(text: str, finished: bool = True) -> str | None:
     if hashes:
         return hashes[1].strip()
 
-    # The last of several statements is read, or the last with a number if any has one.
-    statements = [_stated(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
+    # The last of several statements is read, or the last with a digit if any has one.
+    statements = [_statement(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
     answers = [answer for answer in statements if answer]
     if answers:
-        with_numbers = [answer for answer in answers if re.search(r"\d", answer)]
-        return (with_numbers or answers)[-1]
+        answers_with_digits = [answer for answer in answers if re.search(r"\d", answer)]
+        return (answers_with_digits or answers)[-1]
 
     sides = _EQUALS.split(text)
     if len(sides) == 1:
         return None
-    return _stated(sides[-1])
+    return _statement(sides[-1])
 
 
 def number_in(answer: str) -> Fraction | None:
     """The value of an answer that is a number, with or without a unit.
 
-    It is None if the answer is anything else, such as several numbers.
+    The value is None if the answer is anything else, such as several numbers.
     """
-    answer = _without_dressing(_last_side(answer))
+    answer = _without_formatting(_last_side(answer))
     start = re.search(r"[-+−]?\s*(?:\\\$|[$€£¥])?\s*(?:\d|\.\d|\\[dt]?frac)", answer)
     if start is None:
         return None
 
-    before = answer[: start.start()].rstrip()
-    if _BEGINS_EARLIER.search(before):
+    prefix = answer[: start.start()].rstrip()
+    if _BEGINS_EARLIER.search(prefix):
         return None
 
     value, rest = _number_at(answer[start.start() :])
     if value is None or _GOES_ON.match(rest):
         return None
-    if before and re.search(r"\d", rest):
+    if prefix and re.search(r"\d", rest):
         return None  # it is one of several numbers in a sentence
     return value
 
@@ -226,15 +226,15 @@ def number_in(answer: str) -> Fraction | None:
 def _reference_number(solution: str) -> Fraction | None:
     """The value of a reference that is a number, or of the number that ends a worked solution.
 
-    It is None if the reference, or the end of the solution, is anything but a number.
+    The value is None if the reference, or the end of the solution, is anything but a number.
     """
     answer = _reference_answer(solution)
     if not answer:
         return None
-    if _marked(solution):
+    if _has_mark(solution):
         answer = _last_side(answer)
 
-    value, rest = _number_at(_without_dressing(answer))
+    value, rest = _number_at(_without_formatting(answer))
     if rest.strip() not in ("", ".", "%", "\\%"):
         return None
     return value
@@ -242,12 +242,12 @@ def _reference_number(solution: str) -> Fraction | None:
 
 def _reference_answer(solution: str) -> str | None:
     """The answer at the end of a worked solution, or the whole reference if it has no mark."""
-    if _marked(solution):
+    if _has_mark(solution):
         return final_answer(solution)
     return solution
 
 
-def _marked(text: str) -> bool:
+def _has_mark(text: str) -> bool:
     """Whether a text has a mark before its answer; a "=" is not enough."""
     return any(mark.search(text) for mark in (_BOX, _HASHES, _PHRASE))
 
@@ -265,7 +265,7 @@ def _braced(text: str) -> str | None:
     return None
 
 
-def _stated(text: str) -> str | None:
+def _statement(text: str) -> str | None:
     """The rest of the sentence, or the next line that is not empty; None if nothing follows."""
     text = _MARKDOWN.sub("", text).strip(" \t\n:*_#")
     return _SENTENCE_END.split(text, maxsplit=1)[0].strip() or None
@@ -274,12 +274,12 @@ def _stated(text: str) -> str | None:
 def _last_side(answer: str) -> str:
     """What follows the last "="; empty if it is only the last of several solutions."""
     sides = _EQUALS.split(answer)
-    if len(sides) > 1 and _ANOTHER_SOLUTION.search(_without_dressing(sides[-2])):
+    if len(sides) > 1 and _ANOTHER_SOLUTION.search(_without_formatting(sides[-2])):
         return ""
     return sides[-1]
 
 
-def _without_dressing(answer: str) -> str:
+def _without_formatting(answer: str) -> str:
     """An answer without LaTeX's spaces, fonts and dollar signs, and without brackets around it."""
     answer = re.sub(r"\s*\{,\s*\}|,\s*\\!\s*", ",", answer)
     answer = _TEXT.sub(r" \1 ", _SPACES.sub(" ", answer))
@@ -291,7 +291,7 @@ def _without_dressing(answer: str) -> str:
 def _number_at(text: str) -> tuple[Fraction | None, str]:
     """The value of the number at the start of a text, and the rest of the text.
 
-    Without such a number they are None and the whole text.
+    If the text does not start with a number, this is None with the whole text.
     """
     is_negative = text.startswith(("-", "−"))
     unsigned = re.sub("^[-+−]", "", text)
@@ -325,23 +325,24 @@ def _plain_value(match: re.Match[str]) -> Fraction | None:
     """The value of a match of ``_PLAIN``; None for a division by zero."""
     whole = (match["whole"] or "0").replace(",", "")
     value = Fraction(whole + (match["decimals"] or ""))
-    top = match["mixed_top"] or match["top"] or match["top_digit"]
-    under = match["under"] or match["under_digit"] or "1"
-    bottom = (match["mixed_bottom"] or match["bottom"] or under).replace(",", "")
-    if not Fraction(bottom):
+    numerator = match["mixed_numerator"] or match["numerator"] or match["numerator_digit"]
+    latex_denominator = match["denominator"] or match["denominator_digit"] or "1"
+    denominator_text = match["mixed_denominator"] or match["divisor"] or latex_denominator
+    denominator = Fraction(denominator_text.replace(",", ""))
+    if denominator == 0:
         return None
 
-    if top:
-        return value + Fraction(top) / Fraction(bottom)
-    return value / Fraction(bottom)
+    if numerator:
+        return value + Fraction(numerator) / denominator
+    return value / denominator
 
 
 def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
     """The value of a number with "e3", "· 10^3" or "^3" after it; None if it is too large."""
-    exponent = int(power["plain"] or power["ten"] or power["own"])
+    exponent = int(power["e"] or power["of_ten"] or power["of_value"])
     if abs(exponent) > _LARGEST_EXPONENT:
         return None
-    if not power["own"]:
+    if not power["of_value"]:
         return value * Fraction(10) ** exponent
 
     if exponent * len(str(value)) > _MOST_DIGITS:

@@ -7,14 +7,17 @@ from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
+from mechattn.axes import BASELINE
+from mechattn.engine.request_checks import check_is_unchanged, check_side
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError, warn
 from mechattn.evaluation import server_probe
 from mechattn.evaluation.answer_file import KeptAnswers
 from mechattn.evaluation.generate import Answer, AnswerBar, Sampling, mean_logprob, until_end
 from mechattn.evaluation.generating_rows import Question, Request
 from mechattn.evaluation.server import Completion, CompletionRequest, Connection, Server, connected
-from mechattn.evaluation.server_probe import Sent
+from mechattn.evaluation.server_probe import SentPrompts
 from mechattn.model.unloaded import UnloadedModel
+from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 
 _MOST_LEFT_OUT = 0.1  # the largest fraction of texts that may be read as other tokens
@@ -65,20 +68,21 @@ def served_answers(
         server_probe.check_tokenizer(connection)
 
         # Questions that a server of texts would read as other tokens are left out.
-        sent = _prompts_sent(connection, questions)
+        sent_prompts = _prompts_sent(connection, questions)
         kept_count = len(requests) - len(todo)
-        todo = [request for request in todo if request.question in sent]
+        todo = [request for request in todo if request.question in sent_prompts]
 
-        earlier = file.about.get("probe", {})
-        probe = server_probe.start_probe(connection, questions, sent, sampling, earlier)
-        file.note("probe", probe.about)
+        stored_record = file.provenance.get("probe", {})
+        probe = server_probe.start_probe(
+            connection, questions, sent_prompts, sampling, stored_record
+        )
+        file.note("probe", probe.record)
 
         with AnswerBar(len(todo), kept_count) as bar:
             for start in range(0, len(todo), _PROBED_AFTER):
                 stretch = todo[start : start + _PROBED_AFTER]
-
                 completion_requests = {
-                    request: _sampled(sent, request, sampling) for request in stretch
+                    request: _sampled(sent_prompts, request, sampling) for request in stretch
                 }
                 for request, completion in connection.completions(completion_requests):
                     answer, text = _answer(completion, model)
@@ -86,17 +90,15 @@ def served_answers(
                     bar.update()
                     yield request, answer, text
 
-                probe = probe.compared(dict(connection.completions(probe.requests)))
-                if server.verify and not probe.is_passed:
+                probe_completions = dict(connection.completions(probe.requests))
+                try:
+                    probe.compare(probe_completions)
+                except ServerError:
                     file.drop(request.key for request in stretch)
-                    file.note("probe", probe.about)
-                    raise server.error(
-                        f"no longer serves the model, {probe.comparison}. Its {len(stretch)}"
-                        " answers since the last comparison are dropped; serve the model, and call"
-                        " evaluate again with the same arguments"
-                    )
+                    file.note("probe", probe.record)
+                    raise
 
-        file.note("probe", probe.about)
+        file.note("probe", probe.record)
 
 
 def text_of(tokenizer: Any, ids: list[int]) -> str | None:
@@ -111,21 +113,36 @@ def text_of(tokenizer: Any, ids: list[int]) -> str | None:
     return None
 
 
-def check_servable(sequence: TokenSequence, name: str) -> None:
-    """Refuse a condition that acts inside the model, which a server does not allow.
+def check_servable(
+    model: UnloadedModel,
+    prompts: Sequence[Prompt],
+    sequences: Sequence[Mapping[str, TokenSequence]],
+    new_tokens: int,
+) -> None:
+    """Refuse conditions that act inside the model, which a server does not allow, and prompts that
+    a loaded model would refuse too.
 
     Args:
-        sequence: A sequence under the condition.
-        name: The condition's name.
+        model: The model here, of which only the tokenizer is needed.
+        prompts: The prompts.
+        sequences: The sequences of each prompt by condition.
+        new_tokens: The longest answer, in tokens.
 
     Raises:
-        OptionError: The condition acts inside the model.
+        OptionError: A condition acts inside the model.
+        PromptError: There is such a prompt.
     """
-    if sequence.interventions or sequence.cut_edges is not None or sequence.keeps_positions:
-        raise OptionError(
-            f"{name!r} acts inside the model (an intervention, .masked() or .unshifted()), but a"
-            " server takes only tokens. Omit the condition, or evaluate it here, without server=…"
-        )
+    for prompt, by_condition in zip(prompts, sequences, strict=True):
+        check_is_unchanged(by_condition[BASELINE])
+        for name, sequence in by_condition.items():
+            if sequence.interventions or sequence.cut_edges is not None or sequence.keeps_positions:
+                raise OptionError(
+                    f"{name!r} acts inside the model (an intervention, .masked() or .unshifted()),"
+                    " but a server takes only tokens. Omit the condition, or evaluate it here,"
+                    " without server=…"
+                )
+        if model.loaded is not None:
+            check_side(prompt, by_condition, model.loaded, new_tokens)
 
 
 def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: str) -> None:
@@ -150,7 +167,7 @@ def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: 
             )
 
 
-def _prompts_sent(connection: Connection, questions: Mapping[Question, Request]) -> Sent:
+def _prompts_sent(connection: Connection, questions: Mapping[Question, Request]) -> SentPrompts:
     """The prompts as the server gets them: token ids, or texts if it does not take ids.
 
     A problem is left out under every condition if its text would be read as other tokens under any,
@@ -174,43 +191,35 @@ def _prompts_sent(connection: Connection, questions: Mapping[Question, Request])
 
     tokenizer = connection.reader.tokenizer
     texts = {question: text_of(tokenizer, tokens) for question, tokens in ids.items()}
-    refused = [question for question, text in texts.items() if text is None]
-    if refused:
-        _check_left_out(refused, len(texts))
+    refused_questions = [question for question, text in texts.items() if text is None]
+    if refused_questions:
+        prompt, name = refused_questions[0]
+        message = (
+            f"the server takes only text, and the text of prompt {prompt} with the condition"
+            f" {name!r} would be read as other tokens, as would {len(refused_questions)} of"
+            f" {len(texts)} in all"
+        )
+        if len(refused_questions) > _MOST_LEFT_OUT * len(texts):
+            raise PromptError(
+                f"{message}. Omit them, or serve the model with an engine that takes token ids,"
+                " such as vLLM or SGLang"
+            )
+        warn(f"{message}. These problems are left out under every condition")
 
-    left_out = {prompt for prompt, _ in refused}
+    left_out_prompts = {prompt for prompt, _ in refused_questions}
     return {
         question: text
         for question, text in texts.items()
-        if text is not None and question[0] not in left_out
+        if text is not None and question.prompt not in left_out_prompts
     }
 
 
-def _check_left_out(refused: Sequence[Question], count: int) -> None:
-    """Warn of texts that would be read as other tokens, and refuse more than a tenth of all.
-
-    Raises:
-        PromptError: There are more.
-    """
-    prompt, name = refused[0]
-    message = (
-        f"the server takes only text, and the text of prompt {prompt} with the condition {name!r}"
-        f" would be read as other tokens, as would {len(refused)} of {count} in all"
-    )
-    if len(refused) > _MOST_LEFT_OUT * count:
-        raise PromptError(
-            f"{message}. Omit them, or serve the model with an engine that takes token ids, such as"
-            " vLLM or SGLang"
-        )
-    warn(f"{message}. These problems are left out under every condition")
-
-
-def _sampled(sent: Sent, request: Request, sampling: Sampling) -> CompletionRequest:
+def _sampled(sent_prompts: SentPrompts, request: Request, sampling: Sampling) -> CompletionRequest:
     """The request to the server for an answer, with the same seed under each condition."""
     name = f"{sampling.seed} {request.sample} {request.prompt}"
     seed = crc32(name.encode(errors="backslashreplace"))
     return CompletionRequest(
-        sent[request.question],
+        sent_prompts[request.question],
         len(request.sequence),
         sampling.new_tokens,
         sampling.temperature,

@@ -23,11 +23,10 @@ from pydantic import (
     Field,
     FiniteFloat,
     HttpUrl,
-    TypeAdapter,
     ValidationError,
 )
 
-from mechattn.errors import OptionError, ServerError, check_choice
+from mechattn.errors import OptionError, ServerError
 from mechattn.model.unloaded import UnloadedModel
 
 _SHORTEST_HIDDEN = 8  # characters; a shorter key may occur in an answer by chance
@@ -50,8 +49,13 @@ _FURTHER_OPTIONS = {
 }
 _SENT_HEADERS = {"host", "connection", "content-length", "content-type", "accept", "user-agent"}
 Name = TypeVar("Name")
-# HttpUrl by itself accepts an address with spaces around it, and "http:host".
-_Address = Annotated[str, Field(pattern=r"(?i)^https?://\S+$"), AfterValidator(HttpUrl)]
+# What a value of ``Server`` should be, if it cannot be used.
+_ADVICE = {
+    "address": 'give an address such as "http://host:8000/v1"',
+    "model": "give the name of the model on the server",
+    "timeout": "give a number of seconds",
+    "verify": "give True or False",
+}
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -84,6 +88,7 @@ class Server:
                 'requests to a server need the package openai: pip install "mechattn[server]"'
             )
 
+        # Not repeated in a message, since it may contain a key.
         if re.search("[@?#]", str(self.address)):
             raise OptionError(
                 "the address of the server contains a user, a password or a query: give only the "
@@ -92,18 +97,12 @@ class Server:
             )
 
         try:
-            TypeAdapter(_Address).validate_python(self.address)
-        except ValidationError:
-            raise OptionError(
-                f'address={self.address!r}: give an address such as "http://host:8000/v1"'
-            ) from None
+            _CheckedOptions.model_validate(vars(self))
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            value = getattr(self, name)
+            raise OptionError(f"{name}={value!r}: {_ADVICE[name]}") from None
 
-        is_number = isinstance(self.timeout, (int, float))
-        if self.timeout is True or not is_number or not 0 < self.timeout < float("inf"):
-            raise OptionError(f"timeout={self.timeout!r}: give a number of seconds")
-        check_choice((True, False), verify=self.verify)
-        if self.model is not None and not isinstance(self.model, str):
-            raise OptionError(f"model={self.model!r}: give the name of the model on the server")
         if self.key is not None and not re.fullmatch("[!-~]+", self.secret):
             # The argument may be the key itself, so the message does not repeat it.
             raise OptionError(
@@ -130,6 +129,16 @@ class Server:
     def error(self, complaint: str) -> ServerError:
         """An error about this server, which is the subject of the complaint."""
         return ServerError(f"the server at {self.address} {self.without_key(complaint)}")
+
+
+class _CheckedOptions(BaseModel, strict=True):
+    """The values that :class:`Server` accepts, except for its key."""
+
+    # HttpUrl by itself accepts an address with spaces around it, and "http:host".
+    address: Annotated[str, Field(pattern=r"(?i)^https?://\S+$"), AfterValidator(HttpUrl)]
+    model: str | None
+    timeout: Annotated[FiniteFloat, Field(gt=0)]
+    verify: bool
 
 
 @dataclass(frozen=True)
@@ -344,10 +353,12 @@ def connected(
     """
     with _client(server, _REPLY_BYTES + _BYTES_A_TOKEN * tokens) as client:
         limits = _listed_limits(client, server)
-        if not server.model and len(limits) != 1:
-            names = ", ".join(map(repr, limits))[:_LONGEST_REASON]
-            raise server.error(f"lists {names or 'no models'}: give model=…")
-        model = server.model or next(iter(limits))
+        model = server.model
+        if model is None:
+            if len(limits) != 1:
+                names = ", ".join(map(repr, limits)) or "no models"
+                raise server.error(f"lists {names[:_LONGEST_REASON]}: give model=…")
+            (model,) = limits
         longest = min(reader.cfg.n_ctx, limits.get(model) or reader.cfg.n_ctx)
         yield Connection(server, client, reader, model, longest, at_once)
 

@@ -49,7 +49,7 @@ _TEXTS = [
 _MOST_ADDED = 3  # tokens that a server may put around a text, such as a BOS
 
 # The token ids of each question that a server gets, or a text that gives the same ids.
-Sent = Mapping[Question, list[int] | str]
+SentPrompts = Mapping[Question, list[int] | str]
 Requests = Mapping[Question, CompletionRequest]
 Completions = Mapping[Question, Completion]
 
@@ -112,27 +112,29 @@ class Probe:
     """Questions to a server, and the answers with which its own are compared.
 
     Args:
+        connection: The connection to the server.
         requests: The requests, by question.
         references: The reference for each answer, by question.
         least: The least fraction of the server's answers that must agree.
-        about: The record of the probe: "against", whose answers the references are, in words;
-            "rounds", the figures of each comparison so far; and facts about the server.
+        record: What provenance has of the probe: "against", whose answers the references are, in
+            words; "rounds", the figures of each comparison so far; and facts about the server.
     """
 
+    connection: Connection
     requests: Requests
     references: Mapping[Question, Reference]
     least: float
-    about: Mapping[str, Any]
+    record: dict[str, Any]
 
-    def compared(self, completions: Completions) -> Probe:
-        """Return the probe after a further round, which compares these answers.
+    def compare(self, completions: Completions) -> None:
+        """Compare the server's answers to all questions, and record the figures of this round.
 
-        The figures of a round are "alike", the fraction of answers that agree, with its interval
-        from "alike_low" to "alike_high"; and "logprob_difference", the mean absolute difference of
+        The figures are "alike", the fraction of answers that agree, with its interval from
+        "alike_low" to "alike_high"; and "logprob_difference", the mean absolute difference of
         log-probabilities in nats, if there are any to compare.
 
-        Args:
-            completions: The server's answers to all questions.
+        Raises:
+            ServerError: The answers are not those of the model, and the server is to be verified.
         """
         alike_count = 0
         differences = []
@@ -141,103 +143,114 @@ class Probe:
             alike_count += reference.agrees(completion.text)
             # Without log-probabilities from the server, there are no pairs.
             pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
-            differences += [abs(own - served) for own, served in pairs]
+            differences += [abs(expected - served) for expected, served in pairs]
 
         count = len(self.references)
+        alike = alike_count / count
         low, high = wilson_interval(alike_count, count)
-        figures = {"alike": alike_count / count, "alike_low": low, "alike_high": high}
-        if differences:
-            figures["logprob_difference"] = sum(differences) / len(differences)
-        return replace(self, about={**self.about, "rounds": [*self.about["rounds"], figures]})
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether the server runs the model, by the last round."""
-        figures = self.about["rounds"][-1]
-        is_near = figures.get("logprob_difference", 0.0) <= LARGEST_LOGPROB_DIFFERENCE
-        return is_near and figures["alike"] >= self.least
-
-    @property
-    def comparison(self) -> str:
-        """The last round in words."""
-        figures = self.about["rounds"][-1]
-        low = 100 * figures["alike_low"]
-        high = 100 * figures["alike_high"]
+        figures = {"alike": alike, "alike_low": low, "alike_high": high}
+        is_passed = alike >= self.least
         words = (
-            f"against {self.about['against']}: {100 * figures['alike']:.0f} % [{low:.0f},"
-            f" {high:.0f}] of {len(self.references)} greedy answers are alike (at least"
-            f" {100 * self.least:.0f} %)"
+            f"{100 * alike:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of {count} greedy answers are"
+            f" alike (at least {100 * self.least:.0f} %)"
         )
-        if "logprob_difference" in figures:
+        if differences:
+            difference = sum(differences) / len(differences)
+            figures["logprob_difference"] = difference
+            is_passed = is_passed and difference <= LARGEST_LOGPROB_DIFFERENCE
             words += (
-                f", log-probabilities are {figures['logprob_difference']:.3f} nats apart (at most"
+                f", log-probabilities are {difference:.3f} nats apart (at most"
                 f" {LARGEST_LOGPROB_DIFFERENCE})"
             )
-        return words
+
+        self.record["rounds"].append(figures)
+        server = self.connection.server
+        if server.verify and not is_passed:
+            raise server.error(
+                f"does not run the model, against {self.record['against']}: {words}. Is it"
+                " quantised, another revision, or does it change the prompt? Its answers since the"
+                " last comparison, if any, are dropped; serve the model, and call evaluate again"
+                " with the same arguments. With verify=False its answers are accepted, and these"
+                " figures are recorded"
+            )
 
 
 def start_probe(
     connection: Connection,
     questions: Mapping[Question, Request],
-    sent: Sent,
+    sent_prompts: SentPrompts,
     sampling: Sampling,
-    earlier: Mapping[str, Any],
+    stored_record: Mapping[str, Any],
 ) -> Probe:
     """Send some questions to a server, and compare its answers with the model's.
 
     Args:
         connection: The connection.
         questions: All questions of the run.
-        sent: The prompts as the server gets them.
+        sent_prompts: The prompts as the server gets them.
         sampling: How the run samples answers; its seed draws the questions of the probe.
-        earlier: The record of the run's probe if the run is resumed; empty otherwise.
+        stored_record: The record of the run's probe if the run is resumed; empty otherwise.
 
     Raises:
         ServerError: The server fails, does not run the model, no longer runs that of the run that
             is resumed, or does not sample.
     """
     # A run that is resumed keeps the questions of its first probe.
-    first_answers = _stored_answers(earlier, sent)
-    is_resumed = bool(first_answers)
-    probe_questions = list(first_answers)
+    references: dict[Question, Reference] = {}
+    for prompt, name, text, prompt_logprobs in stored_record.get("texts", ()):
+        question = Question(prompt, name)
+        if question in sent_prompts:
+            references[question] = Reference(text, prompt_logprobs)
+    is_resumed = bool(references)
+    probe_questions = list(references)
     if not is_resumed:
-        probe_questions = random.Random(sampling.seed).sample([*sent], min(ANSWERS, len(sent)))
+        probe_questions = random.Random(sampling.seed).sample(
+            [*sent_prompts], min(ANSWERS, len(sent_prompts))
+        )
 
     lengths = {question: len(questions[question].sequence) for question in probe_questions}
     new_tokens = min(TOKENS, connection.longest - max(lengths.values()))
     requests = {
-        question: CompletionRequest(sent[question], length, new_tokens, asks_prompt_logprobs=True)
+        question: CompletionRequest(
+            sent_prompts[question], length, new_tokens, asks_prompt_logprobs=True
+        )
         for question, length in lengths.items()
     }
     completions = dict(connection.completions(requests))
     if not is_resumed:
-        first_answers = {
-            question: Reference(completions[question].text, completions[question].prompt_logprobs)
-            for question in probe_questions
-        }
+        for question in probe_questions:
+            completion = completions[question]
+            references[question] = Reference(completion.text, completion.prompt_logprobs)
 
-    native = _native_of_loaded(connection.reader)
-    if native is None:
+    prompt_form = "token ids"
+    if isinstance(sent_prompts[probe_questions[0]], str):
+        prompt_form = "text"
+    record = {
+        "model": name_of(connection.model),
+        "sent": prompt_form,
+        "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
+        "texts": [
+            [*question, reference.text, reference.prompt_logprobs]
+            for question, reference in references.items()
+        ],
+        "against": "its answers when this run began",
+        "rounds": [*stored_record.get("rounds", ())],
+    }
+    least = LEAST_ALIKE_ITSELF
+    local_model = _local_model(connection.reader)
+    if local_model is None:
         _warn_of_other_weights(connection)
-        references = first_answers
-        source = "its answers when this run began"
-        least = LEAST_ALIKE_ITSELF
     else:
         local_requests = [questions[question] for question in probe_questions]
-        references = _local_answers(native, connection.reader, local_requests, new_tokens)
+        references = _local_references(local_model, connection.reader, local_requests, new_tokens)
         weights = weights_hash(connection.reader.loaded)
-        source = f"the model here ({dtype_name(native)}, weights {weights})"
+        record["against"] = f"the model here ({dtype_name(local_model)}, weights {weights})"
         least = ALIKE
 
-    about = _about(connection, requests, completions, first_answers)
-    about["against"] = source
-    about["rounds"] = earlier.get("rounds", [])
-    probe = Probe(requests, references, least, about)
-
+    probe = Probe(connection, requests, references, least, record)
     # Without the weights here, there is nothing to compare the first answers of a run with.
-    if native is not None or is_resumed:
-        probe = probe.compared(completions)
-        _check_is_model(connection, probe)
+    if local_model is not None or is_resumed:
+        probe.compare(completions)
     if sampling.temperature > 0:
         _check_samples(connection, requests, completions)
     return probe
@@ -264,23 +277,14 @@ def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[in
     likeliest = logprobs[split:].topk(2).values
     gaps = likeliest[:, 0] - likeliest[:, 1]
 
-    starts = [answer[:length] for length in range(len(answer) + 1)]
-    texts = tokenizer.batch_decode(starts, skip_special_tokens=True)
+    beginnings = [answer[:length] for length in range(len(answer) + 1)]
+    texts = tokenizer.batch_decode(beginnings, skip_special_tokens=True)
     texts = [text.rstrip(_HALF_CHARACTER) for text in texts]
     gap_after = dict(zip(texts, gaps.tolist(), strict=True))
     return Reference(texts[-1], token_logprobs[:split].tolist(), gap_after)
 
 
-def _stored_answers(earlier: Mapping[str, Any], sent: Sent) -> dict[Question, Reference]:
-    """The first answers of a resumed run, to those questions that it still has."""
-    answers_by_question = {}
-    for prompt, name, text, prompt_logprobs in earlier.get("texts", ()):
-        if (prompt, name) in sent:
-            answers_by_question[prompt, name] = Reference(text, prompt_logprobs)
-    return answers_by_question
-
-
-def _native_of_loaded(reader: UnloadedModel) -> Any:
+def _local_model(reader: UnloadedModel) -> Any:
     """The model here without hooks; None if its weights are not loaded or it cannot generate."""
     if reader.loaded is None:
         return None
@@ -303,13 +307,13 @@ def _warn_of_other_weights(connection: Connection) -> None:
         )
 
 
-def _local_answers(
+def _local_references(
     native: Any, reader: UnloadedModel, requests: Sequence[Request], new_tokens: int
 ) -> dict[Question, Reference]:
     """The references from the greedy answers of the model here, by question."""
-    greedy = answers(native, requests, new_tokens, reader.end)
+    greedy_answers = answers(native, requests, new_tokens, reader.end)
     references = {}
-    for request, answer in zip(requests, greedy, strict=True):
+    for request, answer in zip(requests, greedy_answers, strict=True):
         prompt_ids = request.sequence.tokens.tolist()
         references[request.question] = reference_of(
             native, reader.tokenizer, prompt_ids, list(answer.tokens)
@@ -317,42 +321,9 @@ def _local_answers(
     return references
 
 
-def _about(
-    connection: Connection,
-    requests: Requests,
-    completions: Completions,
-    first_answers: Mapping[Question, Reference],
-) -> dict[str, Any]:
-    """The record of a server, and of the answers by which it is known if the run is resumed."""
-    prompt_form = "token ids"
-    if any(isinstance(request.prompt, str) for request in requests.values()):
-        prompt_form = "text"
-    texts = []
-    for question, answer in first_answers.items():
-        texts.append([*question, answer.text, answer.prompt_logprobs])
-    return {
-        "model": name_of(connection.model),
-        "sent": prompt_form,
-        "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
-        "texts": texts,
-    }
-
-
-def _check_is_model(connection: Connection, probe: Probe) -> None:
-    """Refuse a server whose first answers are not those of the model.
-
-    Raises:
-        ServerError: It is such a server, and is to be verified.
-    """
-    if connection.server.verify and not probe.is_passed:
-        raise connection.server.error(
-            f"is not the model, {probe.comparison}. Is it quantised, another revision, or does it"
-            " change the prompt? With verify=False its answers are accepted, and these figures are"
-            " recorded"
-        )
-
-
-def _check_samples(connection: Connection, requests: Requests, greedy: Completions) -> None:
+def _check_samples(
+    connection: Connection, requests: Requests, greedy_completions: Completions
+) -> None:
     """Refuse a server that gives greedy answers at any temperature.
 
     Raises:
@@ -362,7 +333,7 @@ def _check_samples(connection: Connection, requests: Requests, greedy: Completio
         question: replace(request, temperature=_HOT) for question, request in requests.items()
     }
     sampled = dict(connection.completions(hot_requests))
-    if all(completion.text == greedy[question].text for question, completion in sampled.items()):
+    if all(sampled[question].text == greedy_completions[question].text for question in requests):
         raise connection.server.error(
             f"does not sample: {len(sampled)} answers at temperature {_HOT:g} are the greedy ones."
             " `transformers serve` samples only if generation_config.json of the checkpoint says"

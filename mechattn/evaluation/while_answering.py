@@ -51,14 +51,14 @@ class WhileAnswering:
             ``uniform``, the same for uniform attention; ``right``, whether each answer is right
             [condition prompt]; ``tokens``, the length of each answer [condition prompt].
         units: The problems, or their groups.
-        about: The name of the model.
+        model_name: The name of the model.
         predicting: Whether the queries are those that predict the answers' tokens, rather than
             those that read them.
     """
 
     data: xr.Dataset
     units: Units
-    about: str
+    model_name: str
     predicting: bool = False
 
     @property
@@ -91,9 +91,9 @@ class WhileAnswering:
             A row for each condition. ``right`` is the mean attention of right answers, with a t
             interval (``right_low``, ``right_high``), the same mean for uniform attention
             (``right_uniform``), the mean length of the answers (``right_tokens``) and their number
-            (``right_n``). ``wrong`` has the same columns for wrong answers. ``pairs`` is the number of pairs,
-            ``difference`` the mean of right minus wrong over them, ``null`` the same for uniform
-            attention, and ``beyond`` the difference minus its null, with a t interval
+            (``right_n``). ``wrong`` has the same columns for wrong answers. ``pairs`` is the number
+            of pairs, ``difference`` the mean of right minus wrong over them, ``null`` the same for
+            uniform attention, and ``beyond`` the difference minus its null, with a t interval
             (``beyond_low``, ``beyond_high``) and the p of a paired test (``p_beyond``: that of sign
             flips or, if it is larger, of a bootstrap-t test). Figures are NaN with too few answers
             or pairs. ``table.attrs["unit"]`` names the units.
@@ -107,7 +107,7 @@ class WhileAnswering:
             row: dict[str, Any] = {"condition": name}
             row |= self._means("right", answers, answers.right, level)
             row |= self._means("wrong", answers, ~answers.right, level)
-            row |= self._matched(answers, level).to_dict("records")[0]
+            row |= self._pair_columns(answers, level).to_dict("records")[0]
             rows.append(row)
 
         table = pd.DataFrame(rows)
@@ -131,20 +131,20 @@ class WhileAnswering:
         """
         check_choice(self.conditions, condition=condition)
         answers = self._answers(condition, to).stack(cell=("layer", "head"))
-        matched = self._matched(answers, level)
-        if matched.beyond.isna().all():
+        table = self._pair_columns(answers, level)
+        if table.beyond.isna().all():
             where = ""
             if self.units.group_of_prompt is not None:
                 where = f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
-                f"there are {matched.pairs[0]} pairs of a right and a wrong answer of similar"
+                f"there are {table.pairs[0]} pairs of a right and a wrong answer of similar"
                 f" length under {condition!r}: at least {FEWEST} are needed{where}; evaluate more"
                 " problems"
             )
 
-        matched.insert(0, "layer", answers.layer.values)
-        matched.insert(1, "head", answers["head"].values)
-        return matched.sort_values("q_beyond", kind="stable", ignore_index=True)
+        table.insert(0, "layer", answers.layer.values)
+        table.insert(1, "head", answers["head"].values)
+        return table.sort_values("q_beyond", kind="stable", ignore_index=True)
 
     def _answers(self, condition: str, to: str) -> xr.Dataset:
         """The answers under a condition, with their attention to one segment."""
@@ -152,23 +152,23 @@ class WhileAnswering:
         return self.data.sel(condition=condition, segment=to)
 
     def _means(
-        self, prefix: str, answers: xr.Dataset, is_chosen: xr.DataArray, level: float
+        self, prefix: str, answers: xr.Dataset, in_group: xr.DataArray, level: float
     ) -> dict[str, Any]:
         """The columns of :meth:`table` on right or on wrong answers."""
-        places = np.flatnonzero(is_chosen & answers.flow.notnull())
-        chosen = answers.isel(prompt=places)
+        indices = np.flatnonzero(in_group & answers.flow.notnull())
+        group = answers.isel(prompt=indices)
         # Both are means over units, since attention and its null could not be compared otherwise.
-        units = self._units(places)
-        values = units.means(chosen.flow.values)
-        uniform = units.means(chosen.uniform.values)
+        units = self._units(indices)
+        values = units.means(group.flow.values)
+        uniform = units.means(group.uniform.values)
 
         columns = {
             prefix: pd.Series(values).mean(),  # a Series, since numpy warns of the mean of nothing
             f"{prefix}_low": np.nan,
             f"{prefix}_high": np.nan,
             f"{prefix}_uniform": pd.Series(uniform).mean(),
-            f"{prefix}_tokens": pd.Series(chosen.tokens.values).mean(),
-            f"{prefix}_n": len(places),
+            f"{prefix}_tokens": pd.Series(group.tokens.values).mean(),
+            f"{prefix}_n": len(indices),
         }
         if len(values) >= FEWEST:
             interval = t_interval(values, level)
@@ -176,7 +176,7 @@ class WhileAnswering:
             columns[f"{prefix}_high"] = float(interval.high)
         return columns
 
-    def _matched(self, answers: xr.Dataset, level: float) -> pd.DataFrame:
+    def _pair_columns(self, answers: xr.Dataset, level: float) -> pd.DataFrame:
         """The columns on pairs, with a row for each head, or one row for a mean over heads."""
         check_level(level)
         count = answers.sizes["prompt"]
@@ -191,15 +191,15 @@ class WhileAnswering:
             ~is_right & is_measured,
             self.units.group_of_prompt,
         )
-        right_places, wrong_places = pairs.T
+        right_indices, wrong_indices = pairs.T
         columns: dict[str, Any] = dict.fromkeys(_FIELDS_OF_PAIRS, np.nan)
 
         # Both answers of a pair are from one group, so the group of the right one is the pair's.
-        units = self._units(right_places)
+        units = self._units(right_indices)
         if units.n >= FEWEST:
             test = paired(
-                units.means(flow[right_places] - flow[wrong_places]),
-                units.means(uniform[right_places] - uniform[wrong_places]),
+                units.means(flow[right_indices] - flow[wrong_indices]),
+                units.means(uniform[right_indices] - uniform[wrong_indices]),
                 level,
                 bootstrap_ends=False,
             )
@@ -209,21 +209,22 @@ class WhileAnswering:
         columns["pairs"] = len(pairs)
         return pd.DataFrame(columns, index=range(flow.shape[1]))
 
-    def _units(self, places: np.ndarray) -> Units:
-        """The units of the prompts at these places."""
+    def _units(self, indices: np.ndarray) -> Units:
+        """The units of the prompts with these indices."""
         if self.units.group_of_prompt is None:
-            return Units(len(places))
-        return Units.grouped(self.units.group_of_prompt[places].astype(str).tolist())
+            return Units(len(indices))
+        return Units.grouped(self.units.group_of_prompt[indices].astype(str).tolist())
 
     def __str__(self) -> str:
         title = (
-            f"{self.about}: attention of {self.queries} to the question, mean over heads and layers"
+            f"{self.model_name}: attention of {self.queries} to the question, mean over heads and"
+            " layers"
         )
-        of_answers = ["condition", "right", "right_n", "wrong", "wrong_n"]
-        of_pairs = ["pairs", "difference", "beyond", "p_beyond"]
-        table = self.table()[[*of_answers, *of_pairs]]
-        rows = table.to_string(index=False, float_format="{:.3g}".format)
-        return f"{title}\n{rows}"
+        answer_columns = ["condition", "right", "right_n", "wrong", "wrong_n"]
+        pair_columns = ["pairs", "difference", "beyond", "p_beyond"]
+        table = self.table()[[*answer_columns, *pair_columns]]
+        table_text = table.to_string(index=False, float_format="{:.3g}".format)
+        return f"{title}\n{table_text}"
 
 
 def matched_pairs(
@@ -242,24 +243,24 @@ def matched_pairs(
     Returns:
         The indices of the right and the wrong answer of each pair [pair 2].
     """
-    right_places = np.flatnonzero(right)
-    wrong_places = np.flatnonzero(wrong)
-    if not len(right_places) or not len(wrong_places):
+    right_indices = np.flatnonzero(right)
+    wrong_indices = np.flatnonzero(wrong)
+    if not len(right_indices) or not len(wrong_indices):
         return np.zeros((0, 2), dtype=int)
 
-    right_tokens = tokens[right_places][:, None]
-    wrong_tokens = tokens[wrong_places]
+    right_tokens = tokens[right_indices][:, None]
+    wrong_tokens = tokens[wrong_indices]
     distance = np.abs(right_tokens - wrong_tokens)
     longer = np.maximum(right_tokens, wrong_tokens)
     allowed = distance <= np.maximum(_CALIPER * longer, 2)
     if groups is not None:
-        allowed &= groups[right_places][:, None] == groups[wrong_places]
+        allowed &= groups[right_indices][:, None] == groups[wrong_indices]
 
     # A forbidden pair costs more than all allowed ones together, so it is taken only if it must be.
     forbidden_cost = 1.0 + distance.max() * min(distance.shape)
     rows, columns = linear_sum_assignment(np.where(allowed, distance, forbidden_cost))
     is_pair = allowed[rows, columns]
-    return np.stack([right_places[rows[is_pair]], wrong_places[columns[is_pair]]], 1)
+    return np.stack([right_indices[rows[is_pair]], wrong_indices[columns[is_pair]]], 1)
 
 
 def while_answering(
@@ -318,18 +319,18 @@ def while_answering(
 
     measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
     datasets = [
-        _measured(measure, evaluation, prompts, name, condition)
+        _condition_data(measure, evaluation, prompts, name, condition)
         for name, condition in named_conditions.items()
     ]
     return WhileAnswering(
         data=xr.concat(datasets, pd.Index(list(named_conditions), name="condition")),
         units=units,
-        about=str(model.cfg.model_name),
+        model_name=str(model.cfg.model_name),
         predicting=predicting,
     )
 
 
-def _measured(
+def _condition_data(
     measure: Callable[..., Result],
     evaluation: Evaluation,
     prompts: Sequence[Prompt],
@@ -355,8 +356,8 @@ def _measured(
     is_absent = flow.isnull().all(("prompt", "layer", "head"))
     flow = flow.fillna(0).where(~is_absent)
 
-    in_order = [answers[prompt.id] for prompt in prompts]
-    flow = flow.reindex(prompt=[answer.prompt for answer in in_order])  # NaN for empty answers
-    flow["right"] = ("prompt", [answer.right for answer in in_order])
-    flow["tokens"] = ("prompt", [len(answer.tokens) for answer in in_order])
+    ids = [prompt.id for prompt in prompts]
+    flow = flow.reindex(prompt=ids)  # NaN for empty answers
+    flow["right"] = ("prompt", [answers[prompt_id].right for prompt_id in ids])
+    flow["tokens"] = ("prompt", [len(answers[prompt_id].tokens) for prompt_id in ids])
     return flow

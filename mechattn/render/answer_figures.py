@@ -139,7 +139,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     ]
     figure.update_yaxes(draw.named_ticks(labels), autorange="reversed", row=1, col=1)
 
-    heading = f"{measured.about}: attention of {measured.queries}"
+    heading = f"{measured.model_name}: attention of {measured.queries}"
     small_print = (
         "bars: 95 % over answers, and over pairs of about the same length; upright lines: uniform"
         " attention"

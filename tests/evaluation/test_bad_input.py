@@ -83,7 +83,7 @@ def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
         ({"address": f" {ADDRESS} "}, "address=' http.*give an address such as"),
         ({"address": "http:h:8000/v1"}, "address='http:h:8000/v1': give an address"),
         ({"timeout": True}, "timeout=True: give a number of seconds"),
-        ({"verify": "no"}, "verify='no': choose one of True, False"),
+        ({"verify": "no"}, "verify='no': give True or False"),
         ({"model": 7}, "model=7: give the name of the model on the server"),
         ({"key": 5}, "key is not the name of an environment variable"),
     ],

@@ -242,8 +242,8 @@ def test_a_file_of_another_run_is_not_extended(toy, problems, tmp_path):
     regraded = [replace(problems[0], solution="1000000")]
     for changed, message in (
         ({"conditions": {"slash": ma.MeaninglessTokens("/", 7)}}, "the condition 'slash' differs"),
-        ({"prompts": swapped}, "the tokens of prompt 0 under 'baseline' differ"),
-        ({"prompts": regraded}, "the solution of prompt 0 under 'baseline' differ"),
+        ({"prompts": swapped}, "prompt 0 under 'baseline' differs in its tokens"),
+        ({"prompts": regraded}, "prompt 0 under 'baseline' differs in its solution"),
         ({"new_tokens": 9}, "new_tokens differs"),
         ({"seed": 3}, "seed differs"),
     ):
@@ -265,7 +265,7 @@ def exchanged(model, conditions, problems):
     lengths = set()
     while generation.is_open:
         together |= generation.advance()
-        lengths.add(generation.rows.visible.shape[1])
+        lengths.add(generation.batch.visible.shape[1])
     assert len(lengths) > 2, "rows were exchanged"
     for number, request in enumerate(requests):
         (alone,) = answers(native, [request], 24, end)
@@ -297,13 +297,13 @@ def test_a_batch_stays_full_while_problems_wait(toy, problems):
     requests = [Request(prompt.id, ma.Baseline().apply(prompt, toy), 0) for prompt in problems]
     generation = Generation(toy._mechattn.native, requests, 3, 60, end)
     open_rows = []
-    read_last_tokens = generation.rows.read_last_tokens
+    read_last_tokens = generation.batch.read_last_tokens
 
     def counted():
-        open_rows.append((generation.rows.open_count, len(generation.waiting)))
+        open_rows.append((generation.batch.open_count, len(generation.waiting)))
         return read_last_tokens()
 
-    generation.rows.read_last_tokens = counted
+    generation.batch.read_last_tokens = counted
     answered = {}
     while generation.is_open:
         answered |= generation.advance()
@@ -496,8 +496,9 @@ def test_answers_are_not_given_to_another_problem_of_their_id():
     answers = [by_hand.answer(number, solution=str(5 + number)) for number in (0, 1)]
     answered = Evaluation(tuple(answers), {}).answered([first, second])
     assert [prompt.id for prompt in answered] == ["0", "1"]
-    with pytest.raises(OptionError, match="prompt 0 has another solution than the problem"):
-        Evaluation(tuple(answers), {}).answered([second])
+    for another in (second, "What is 2 + 4?"):
+        with pytest.raises(OptionError, match="prompt 0 has another solution than the problem"):
+            Evaluation(tuple(answers), {}).answered([another])
 
 
 def test_different_problems_are_not_compared(evaluation):

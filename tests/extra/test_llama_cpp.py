@@ -104,7 +104,7 @@ def test_other_weights_with_the_same_tokenizer_are_refused(server, model, prompt
     try:
         with torch.no_grad():
             embedding += embedding.std() * torch.randn_like(embedding)
-        with pytest.raises(ServerError, match="is not the model, against the model here"):
+        with pytest.raises(ServerError, match="does not run the model, against the model here"):
             ma.evaluate(model, prompts[:1], SLASH, new_tokens=8, batch=1, server=server)
     finally:
         with torch.no_grad():

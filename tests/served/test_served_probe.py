@@ -35,7 +35,9 @@ def test_log_probabilities_of_prompts_tell_other_weights(toy, few, changed_engin
             if name == "8 bits":
                 served(server, few, None, toy, 2)
                 continue
-            with pytest.raises(ServerError, match=r"not the model, against the model here \(fl"):
+            with pytest.raises(
+                ServerError, match=r"does not run the model, against the model here \(fl"
+            ):
                 served(server, few, None, toy, 2)
     assert differences["8 bits"] < 0.1 * differences["4 bits"]
 
@@ -87,7 +89,7 @@ def test_a_model_that_is_exchanged_is_found(
             return model_reply(body)
 
         server.reply = exchanged_reply
-        with pytest.raises(ServerError, match=r"no longer serves the model, .* are dropped"):
+        with pytest.raises(ServerError, match=r"does not run the model, .* are dropped"):
             served(server, few, SLASH, model, 4, batch=1, out=path)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert lines[0]["provenance"]["probe"]["rounds"][-1]["logprob_difference"] > 0.5
