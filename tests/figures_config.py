@@ -1,4 +1,6 @@
-"""The config of ``mechattn figures`` from a few options, as its command builds it."""
+"""What tests give to figures: the config of ``mechattn figures``, and options that a figure needs."""
+
+from inspect import Parameter, signature
 
 from mechattn.toml_sections import config_from_values
 
@@ -16,3 +18,11 @@ def figures_config(out, models, source, limit, layer, heads, inserted=None, **op
             **options,
         }
     )  # fmt: skip
+
+
+def needed_options(draw):
+    """A quantity, for a figure that needs to be told which."""
+    quantity = signature(draw).parameters.get("quantity")
+    if quantity is None or quantity.default is not Parameter.empty:
+        return {}
+    return {"quantity": "span_mass"}

@@ -12,6 +12,7 @@ import mechattn as ma
 from mechattn.commands.run_config import DRAW_FUNCTIONS as OF_RESULTS
 from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
 from mechattn.render.figure_declaration import FIGURES
+from tests.figures_config import needed_options
 from tests.known_answers.known_circuits import known_circuits
 
 pytestmark = pytest.mark.usefixtures(
@@ -35,8 +36,6 @@ OPTIONS = {
     "received_attention": {"layer": [0, 1], "heads": [0]},
     "received_by_model": {"heads": 0},
     "scale_by_layer": {"condition": "slash"},
-    "by_layer": {"quantity": "span_mass"},
-    "heads_by_layer": {"quantity": "distance"},
     "update_map": {"condition": "slash"},
     "agreement": {"condition": "slash"},
 }
@@ -67,7 +66,8 @@ def figures(measured, toy, prompts):
     draw = ma.render
     circuit = known_circuits()[0]
     of_results = {
-        name: figure(result, **OPTIONS.get(name, {})) for name, figure in OF_RESULTS.items()
+        name: draw_figure(result, **OPTIONS.get(name, needed_options(draw_figure)))
+        for name, draw_figure in OF_RESULTS.items()
     }
     return of_results | {
         "budget of four conditions": draw.attention_budget(measured),

@@ -15,19 +15,20 @@ from mechattn.render.words import change_words, heads_words, mean_words, percent
 from mechattn.results.provenance import matched_control
 from mechattn.stats.intervals import Interval
 from mechattn.stats.units import halves_of
+from tests.figures_config import needed_options
 from tests.render.by_hand import percent_change, t_interval
 
 OPTIONS = {
     "received_attention": {"layer": 0, "heads": [1, 2]},
     "agreement": {"condition": "slash"},
     "changes": {"conditions": ["slash", "masked"]},
-    "by_layer": {"quantity": "span_mass"},
 }
 
 
 @pytest.mark.parametrize("name", sorted(DRAW_FUNCTIONS))
 def test_every_figure_says_its_number_with_an_interval(measured, name):
-    words = sentence_of(DRAW_FUNCTIONS[name](measured, **OPTIONS.get(name, {})))
+    draw = DRAW_FUNCTIONS[name]
+    words = sentence_of(draw(measured, **OPTIONS.get(name, needed_options(draw))))
     assert re.search(r"\d[^ ]* ?%? \[[+−-]?\d[^\]]*, [+−-]?\d[^\]]*\]", words), words
     assert "nan" not in words
 
