@@ -17,12 +17,6 @@ def test_no_interval_has_two_words():
         assert sides >= 0, "no interval can be as published and opposite"
 
 
-def test_a_caption_is_said_to_be_one():
-    captions = [each for each in read_statements().statements if each.read == "caption"]
-    assert captions
-    assert all(each.source == "paper" and "figure" in each.where for each in captions)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
