@@ -496,7 +496,7 @@ def test_answers_are_not_given_to_another_problem_of_their_id():
     answers = [by_hand.answer(number, solution=str(5 + number)) for number in (0, 1)]
     answered = Evaluation(tuple(answers), {}).answered([first, second])
     assert [prompt.id for prompt in answered] == ["0", "1"]
-    for another in (second, "What is 2 + 4?"):
+    for another in (second, ma.Prompt("What is 2 + 4?")):
         with pytest.raises(OptionError, match="prompt 0 has another solution than the problem"):
             Evaluation(tuple(answers), {}).answered([another])
 

@@ -34,7 +34,7 @@ def mixed(model):
         shown[layer] = (pattern.double() @ every)[0].transpose(0, 1)
 
     layers = attention_layers(model)
-    forward_with_patterns(model, tokens, torch.ones_like(tokens), layers, see)
+    forward_with_patterns(model, tokens, tokens >= 0, layers, see)
     names = {layer: f"blocks.{layer}.attn.hook_z" for layer in layers}
     _, z = logits_and_values(model, tokens, names.values())
     return [(shown[n], z[names[n]][0].double().reshape(shown[n].shape)) for n in layers]

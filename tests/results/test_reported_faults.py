@@ -62,5 +62,5 @@ def test_answers_are_not_resumed_with_another_date(folder, tmp_path):
     path = tmp_path / "answers.jsonl"
     ma.evaluate(ma.load_model(str(folder), verify=False), prompts, new_tokens=2, out=path)
     write_date(folder, "25 November")
-    with pytest.raises(OptionError, match=r"the tokens of prompt 0 under .baseline. differ"):
+    with pytest.raises(OptionError, match=r"prompt 0 under .baseline. differs in its tokens"):
         ma.evaluate(ma.load_model(str(folder), verify=False), prompts, new_tokens=2, out=path)
