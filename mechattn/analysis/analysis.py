@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import AnyRows, Stream, visible_keys
+from mechattn.functional.attention import AnyRows, Attention, Stream, visible_keys
 from mechattn.functional.fused import Fused
 from mechattn.functional.received import segment_means
 from mechattn.model.hooked import HookedModel
@@ -45,7 +45,7 @@ class AttentionRows:
         window: The largest number of keys that a query of this layer sees; None for full attention.
         v: Values at all positions; None if no hook gives them per head.
         attention: What the rows were computed from: queries and keys, or the whole pattern of a
-            hook; None if unknown.
+            hook; None for a null, and if no hook gives the values per head.
         null: Whether these are the rows of the content-blind head that gives the null. All values
             of that head are 1 and have one dimension; it has no hooks and no activations.
     """
@@ -59,6 +59,20 @@ class AttentionRows:
     v: Float[Tensor, "batch kv_head pos d_head"] | None = None
     attention: AnyRows | None = None
     null: bool = False
+
+    @property
+    def is_first_block(self) -> bool:
+        """Whether these are the first rows of the layer; blocks come in the order of the
+        queries."""
+        return self.queries.start == 0
+
+    @property
+    def queries_and_keys(self) -> Attention | None:
+        """The queries and keys of the whole layer; None for a null, and with the engine "hooks",
+        which reads patterns only."""
+        if isinstance(self.attention, Attention):
+            return self.attention
+        return None
 
     def values_for(self, purpose: str) -> Float[Tensor, "batch kv_head pos d_head"]:
         """The values at all positions.

@@ -324,12 +324,11 @@ def _weights(
         is_key[:, 0] = False
 
     query_counts = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
-    # 1 divided by the number of queries that see the key.
-    key_weights = fn.received_attention(torch.ones_like(query_counts)[:, None], query_counts)
-    key_weights = nan_outside(key_weights, is_key)
+    is_seen = is_key & (query_counts > 0)
+    key_weights = nan_outside(1 / query_counts[:, None], is_seen)
 
     members = batch.members() & is_key[:, None]
-    seen_members = members & ~key_weights.isnan()  # at least one counted query sees them
+    seen_members = members & is_seen[:, None]
     segment_weights = seen_members * key_weights.nan_to_num()
     segment_weights = segment_weights / seen_members.sum(-1, keepdim=True)
     mass_weights = members / members.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
