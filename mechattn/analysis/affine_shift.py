@@ -111,7 +111,7 @@ class AffineShift(AnalysisBase):
         return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Zeros for each query and number; ``add_pairs`` creates the Gram matrix of the shifts."""
+        """Zeros for each query and number, without the Gram matrix of the shifts."""
         norms = ["output_norm", "shift_norm", "error_norm", "squared_change"]
         products = [f"by_{name}" for name in _PARTS]
         return zeros(batch, heads, "scale", "question_ratio", "total_variation", *norms, *products)
@@ -142,9 +142,8 @@ class AffineShift(AnalysisBase):
         after_insertion = rows.batch.after_inserted[:, None, rows.queries, None]
         shifts = split.shift.double() * after_insertion
         gram = shifts.mT @ shifts
-        if "gram" not in sums:  # ``start`` does not know d_head
-            sums["gram"] = torch.zeros_like(gram)
-        sums["gram"] += gram
+        # ``start`` does not know d_head, so it has no zeros to which this could be added in place.
+        sums["gram"] = sums.get("gram", 0) + gram
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments, and the rank of the shifts.
@@ -182,11 +181,11 @@ class AffineShift(AnalysisBase):
 def split_rows(rows: PairedRows) -> fn.Split:
     """The parts of each query's output in a block of rows."""
     return fn.split(
-        rows.pattern,
-        rows.v,
-        rows.batch.inserted[:, rows.keys],
-        rows.aligned,
-        rows.v_aligned,
-        rows.baseline,
-        rows.v_baseline,
+        pattern=rows.pattern,
+        v=rows.v,
+        inserted=rows.batch.inserted[:, rows.keys],
+        aligned=rows.aligned,
+        v_aligned=rows.v_aligned,
+        baseline=rows.baseline,
+        v_baseline=rows.v_baseline,
     )

@@ -26,12 +26,12 @@ from mechattn.analysis.analysis import (
     nan_outside,
     zeros_of_rows,
 )
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import SEGMENTS
 from mechattn.functional import budget as fn
 from mechattn.functional.attention import Attention, Marked
 from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import rotations_of
-from mechattn.prompts.token_sequences import Batch, TokenSequence
+from mechattn.prompts.token_sequences import Batch, TokenSequence, baseline_rows
 
 RowIndex = Int[Tensor, " row"]  # rows of a batch, one per sequence
 
@@ -133,7 +133,7 @@ class AttentionBudget(AnalysisBase):
         baseline.
         """
         length = batch.tokens.shape[1]
-        is_false = torch.zeros(len(batch.rows), dtype=torch.bool, device=batch.tokens.device)
+        is_false = zeros_of_rows(batch).bool()
         return {
             "masses": zeros_of_rows(batch, len(SEGMENTS), heads, length),
             "at_new_positions": zeros_of_rows(batch, heads, len(SEGMENTS)),
@@ -274,7 +274,7 @@ class _BatchLayout:
     def question_weights(self) -> Float[Tensor, "batch 1 pos"]:
         """The weight of each query in a mean over the question's queries."""
         is_question = self.batch.of_segment("question").float()[:, None]
-        return is_question / is_question.sum(-1, keepdim=True).clamp(min=1)
+        return is_question / is_question.sum(-1, keepdim=True)
 
     @cached_property
     def baseline(self) -> RowIndex:
@@ -282,20 +282,13 @@ class _BatchLayout:
 
         Unlike ``pairs_of``, this reads nothing from a GPU, and so does not wait for it.
         """
-        baseline_rows = {
-            prompt: row
-            for row, (prompt, condition) in enumerate(self.batch.rows)
-            if condition == BASELINE
-        }
-        row_indices = [baseline_rows[prompt] for prompt, _ in self.batch.rows]
-        return torch.tensor(row_indices, device=self.batch.tokens.device)
+        return torch.tensor(baseline_rows(self.batch), device=self.batch.tokens.device)
 
     @cached_property
     def longer(self) -> RowIndex:
         """The rows that are not a baseline."""
-        row_indices = [
-            row for row, (_, condition) in enumerate(self.batch.rows) if condition != BASELINE
-        ]
+        baselines = enumerate(baseline_rows(self.batch))
+        row_indices = [row for row, baseline in baselines if row != baseline]
         return torch.tensor(row_indices, dtype=torch.long, device=self.batch.tokens.device)
 
     @cached_property

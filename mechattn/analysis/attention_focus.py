@@ -194,9 +194,9 @@ class AttentionFocus(AnalysisBase):
             indices = _indices_of_repeats(rows.batch, after, *block)
             block_values[name] = fn.looked_up_mass(pattern, indices)
 
+        # The masses of these two stay 0 if the block has none of their keys.
         if first_key == 0:
             block_values["first_mass"] = pattern[..., 0]
-
         span_start, span_end = inserted_span(rows.batch)
         if span_start < rows.keys.stop and span_end > first_key:
             inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)

@@ -215,8 +215,8 @@ class AttentionSinks(AnalysisBase):
         keys = rows.keys
         queries = rows.queries
 
-        # Once per layer; a null has no values.
-        if "value_norm" not in sums and not rows.null:
+        # Once per layer, since these are the values of all positions; a null has none.
+        if rows.is_first_block and not rows.null:
             v = rows.values_for("a sink's contribution")
             value_norm, output_value_norm = fn.value_norms(v, self.factors[rows.layer])
             sums["value_norm"] = value_norm
@@ -228,7 +228,8 @@ class AttentionSinks(AnalysisBase):
         fn.add_near_sums(near_column_sums, pattern, real, queries.start, keys.start, self.gap)
 
         span_start, span_end = inserted_span(rows.batch)
-        if span_end and queries.stop > span_start:
+        has_inserted = span_start < span_end
+        if has_inserted and queries.stop > span_start:
             is_after = rows.batch.after_inserted[:, queries]
             sums["column_sums_after"][..., keys] += fn.column_sums(pattern, is_after)
 
@@ -269,7 +270,8 @@ class AttentionSinks(AnalysisBase):
         distant_column_sums = sums["column_sums"] - sums["near_column_sums"]
         vertical = distant_column_sums / distant_query_counts[:, None]
         values["vertical"] = nan_outside(vertical, batch.real & (distant_query_counts > 0))
-        if "value_norm" not in sums:  # the sums of a null
+        is_null = "output_norm" not in sums  # no hook fires for it, so nothing was captured
+        if is_null:
             return values
 
         values |= self._of_values(sums, batch, values["strongest_position"])
@@ -291,13 +293,14 @@ class AttentionSinks(AnalysisBase):
         """
         alpha = fn.received_attention(sums["column_sums"], query_counts * batch.real)
         is_candidate = (query_counts >= self.least_queries) & batch.real
-        candidate_alpha = alpha.masked_fill(~is_candidate[:, None], -1.0)
+        candidate_alpha = alpha.masked_fill(~is_candidate[:, None], -torch.inf)
         strongest_alpha, strongest_position = candidate_alpha.max(-1)
         sink_count = (candidate_alpha > self.threshold).sum(-1).float()
         has_candidate = is_candidate.any(-1)  # False in a window narrower than ``least_queries``
 
-        inserted_alpha = candidate_alpha.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
-        inserted_alpha = inserted_alpha.masked_fill(inserted_alpha < 0, torch.nan)
+        is_inserted = is_candidate & batch.inserted
+        inserted_alpha = alpha.masked_fill(~is_inserted[:, None], -torch.inf).amax(-1)
+        inserted_alpha = nan_outside(inserted_alpha, is_inserted.any(-1))
         first_alpha = alpha[..., 0]
         return {
             "alpha": alpha,

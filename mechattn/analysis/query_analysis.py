@@ -90,8 +90,9 @@ class QueryAnalysis(AnalysisBase):
         for name, number in block_numbers.items():
             if isinstance(number, tuple):
                 values, is_defined = number
+                # Before masked_fill, which would broadcast a wrong shape.
                 self._check_shape(name, is_defined, rows)
-                self._check_shape(name, values, rows)  # first, since masked_fill broadcasts
+                self._check_shape(name, values, rows)
                 undefined = ~is_defined.bool()
                 sums[_mask_name(name)][..., rows.queries] = undefined
                 values = values.masked_fill(undefined, 0)

@@ -80,6 +80,11 @@ class ReceivedAttention(AnalysisBase):
         check_choice(Queries, queries=self.queries)
 
     @property
+    def _has_dilution(self) -> bool:
+        """Whether there is a dilution null; inserted queries have no row in the baseline."""
+        return self.queries != "all"
+
+    @property
     def quantities(self) -> Quantities:
         """Received attention per key and per segment, the mass of each segment, and the dilution
         null of both."""
@@ -90,7 +95,7 @@ class ReceivedAttention(AnalysisBase):
 
         for name, description in _BY_SEGMENT.items():
             quantities[name] = Quantity(_DIMS, "probability", description)
-            if self.queries != "all":  # inserted queries have no row in the baseline
+            if self._has_dilution:
                 quantities[name + DILUTION] = Quantity(
                     _DIMS,
                     "probability",
@@ -117,7 +122,7 @@ class ReceivedAttention(AnalysisBase):
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero column sums, self-attention, and sums over groups of keys."""
         sums = zeros(batch, heads, "column_sums", "own")
-        if self.queries != "all":
+        if self._has_dilution:
             sums["group_masses"] = zeros_of_rows(batch, _GROUPS, heads, batch.tokens.shape[1])
         return sums
 
@@ -128,7 +133,7 @@ class ReceivedAttention(AnalysisBase):
         sums["column_sums"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
         own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
         sums["own"][..., rows.queries] = own
-        if "group_masses" in sums:
+        if self._has_dilution:
             groups = _key_groups(self, rows.batch, rows.window)[..., rows.keys]
             sums["group_masses"][..., rows.queries] = masses_of_rows(rows.pattern, groups)
 
@@ -137,7 +142,7 @@ class ReceivedAttention(AnalysisBase):
         counted = _counted(self.queries, whole.batch)[..., None].to(sums["column_sums"].dtype)
         sums["column_sums"] += whole.fused.column_sums(counted)[..., 0]
         sums["own"] += whole.fused.own
-        if "group_masses" in sums:
+        if self._has_dilution:
             groups = _key_groups(self, whole.batch, whole.window)
             group_masses = whole.fused.query_sums(groups.mT)
             sums["group_masses"] += rearrange(
@@ -158,7 +163,7 @@ class ReceivedAttention(AnalysisBase):
             "received_by_segment": received @ segment_weights.mT,
             "mass_by_segment": column_sums @ mass_weights.mT,
         }
-        if "group_masses" in sums:
+        if self._has_dilution:
             values |= _diluted(self, sums, batch, window, values)
         return values
 
@@ -330,6 +335,7 @@ def _weights(
     members = batch.members() & is_key[:, None]
     seen_members = members & is_seen[:, None]
     segment_weights = seen_members * key_weights.nan_to_num()
+    # 0 / 0 is NaN for a segment without keys.
     segment_weights = segment_weights / seen_members.sum(-1, keepdim=True)
     mass_weights = members / members.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
     return key_weights, segment_weights, mass_weights

@@ -134,7 +134,8 @@ class ScoreDecomposition(AnalysisBase):
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
             sums["target"][..., block] = target.float()
 
-            for name, part in (("content", content), ("bias", bias), ("alibi", alibi)):
+            parts = {"content": content, "bias": bias, "alibi": alibi}
+            for name, part in parts.items():
                 centred_part = centred(part.expand(len(q), -1, -1, -1), visible)
                 sums[name][..., block] = centred_part.gather(-1, target[..., None])[..., 0]
 

@@ -179,13 +179,13 @@ class _Updates(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments, and counts in bins."""
-        per_token: Values = {}
-        for suffix in ("", BEFORE_NORM):
-            if "update_norm" + suffix in sums:
-                token_values = _per_token(
-                    sums["update_norm" + suffix], sums["product" + suffix], sums["stream_norm"]
-                )
-                per_token |= {name + suffix: value for name, value in token_values.items()}
+        stream_norm = sums["stream_norm"]
+        per_token = _per_token(sums["update_norm"], sums["product"], stream_norm)
+        if self._has_norm:
+            update_norm = sums["update_norm" + BEFORE_NORM]
+            token_values = _per_token(update_norm, sums["product" + BEFORE_NORM], stream_norm)
+            for name, value in token_values.items():
+                per_token[name + BEFORE_NORM] = value
 
         values = means_by_segment(per_token, batch)
         if self.per_query:
@@ -256,7 +256,7 @@ class TopTargetUpdates(_Updates):
         channel_index = target[..., None].expand(*target.shape, v.shape[-1])
         z = v.gather(2, channel_index) * largest[..., None]
 
-        if "z" not in sums:
+        if rows.is_first_block:  # ``start`` does not know d_head
             batch, heads, _, d_head = z.shape
             length = rows.batch.tokens.shape[1]
             sums["z"] = z.new_zeros(batch, length, heads, d_head)

@@ -44,10 +44,8 @@ def repeated_random(
 ) -> list[Prompt]:
     """Make prompts in which a random span of ordinary tokens occurs twice or more.
 
-    Each prompt has its own span.
-
-    No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier
-    copy of the span.
+    Each prompt has its own span. No token occurs twice within a span, so an
+    earlier occurrence of a token is always in an earlier copy of the span.
 
     Args:
         model: The model whose vocabulary tokens are drawn from. A BOS token comes first if the
@@ -251,7 +249,8 @@ def _of_commonest_length(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prom
     """The prompts that have the commonest number of tokens with their answers."""
     by_length = defaultdict(list)
     for prompt in prompts:
-        by_length[len(tokenizer(prompt.question + prompt.answer)["input_ids"])].append(prompt)
+        token_ids = tokenizer(prompt.question + prompt.answer)["input_ids"]
+        by_length[len(token_ids)].append(prompt)
     return max(by_length.values(), key=len)
 
 
@@ -262,7 +261,7 @@ def _of_commonest_size(tokenizer: Any, words: Sequence[str]) -> list[str]:
         PromptError: They are too few; the message lists the others.
     """
     sizes = {word.strip(): len(tokens_of(tokenizer, word)) for word in words}
-    commonest_size = Counter(sizes.values()).most_common(1)[0][0]
+    commonest_size, _ = Counter(sizes.values()).most_common(1)[0]
     usable = [word for word, size in sizes.items() if size == commonest_size]
     if len(usable) < _FEWEST_WORDS:
         unusable = [f"{word!r} ({size})" for word, size in sizes.items() if size != commonest_size]

@@ -189,7 +189,9 @@ def likeness_of(prompts: Sequence[Prompt]) -> str:
     sizes: Counter[str] = Counter()  # the number of prompts of each template
     for prompt in prompts:
         template = _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip()
-        sizes[template or " ".join(map(str, prompt.tokens))] += 1
+        if not template:  # a prompt of token ids
+            template = " ".join(map(str, prompt.tokens))
+        sizes[template] += 1
     if len(sizes) > len(prompts) / 2:
         return ""
 
@@ -222,14 +224,15 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
         return _from_rows(rows)
 
     masks = _rows(encoding["attention_mask"])
-    lengths = list(map(len, rows))
-    mask_lengths = list(map(len, masks))
+    lengths = [len(row) for row in rows]
+    mask_lengths = [len(mask) for mask in masks]
     if mask_lengths != lengths:
         raise PromptError(
             f"input_ids has rows of {lengths} tokens, but attention_mask rows of {mask_lengths};"
             " give them as the tokenizer returned them"
         )
-    return _from_rows(map(compress, rows, masks))
+    # Where the mask is 1.
+    return _from_rows(compress(row, mask) for row, mask in zip(rows, masks, strict=True))
 
 
 def _from_tensor(tokens: Tensor) -> list[Prompt]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -15,8 +15,6 @@ from mechattn.errors import ModelError, PromptError, warn
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence, baseline_sequence
 
-Span = tuple[str, int, int]  # segment, first character, character after the last
-
 # A chat template is rendered a second time with these slots in place of the prompt's texts, to see
 # where the texts are. A search for the texts themselves would fail if the template contains them
 # too, as with the question "assistant". The slots are private-use characters, which prompts hardly
@@ -24,6 +22,14 @@ Span = tuple[str, int, int]  # segment, first character, character after the las
 _SYSTEM_SLOT = "\ue000\ue001"
 _QUESTION_SLOT = "\ue000\ue002"
 _SLOT = re.compile(f"({_SYSTEM_SLOT}|{_QUESTION_SLOT})")
+
+
+class Span(NamedTuple):
+    """The characters of a text that belong to a segment."""
+
+    segment: str
+    start: int
+    stop: int
 
 
 @runtime_checkable
@@ -68,7 +74,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     else:
         text, spans = _plain_text(prompt)
     if prompt.answer:
-        spans.append(("answer", len(text), len(text) + len(prompt.answer)))
+        spans.append(Span("answer", len(text), len(text) + len(prompt.answer)))
         text += prompt.answer
 
     tokens, segments = _tokens_in_spans(prompt, tokenizer, text, spans)
@@ -136,7 +142,8 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
         return
     if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         # One such token may be a real beginning or end, but two are padding.
-        is_padded = (pad, pad) in (tuple(prompt.tokens[:2]), tuple(prompt.tokens[-2:]))
+        padding = [pad, pad]
+        is_padded = list(prompt.tokens[:2]) == padding or list(prompt.tokens[-2:]) == padding
     else:
         is_padded = pad in (prompt.tokens[0], prompt.tokens[-1])
 
@@ -248,10 +255,10 @@ def _fill_slots(outline: str, system: str, question: str) -> tuple[str, list[Spa
         start = len(chat)
         if piece == _SYSTEM_SLOT:
             chat += system
-            system_spans.append(("system", start, len(chat)))
+            system_spans.append(Span("system", start, len(chat)))
         elif piece == _QUESTION_SLOT:
             chat += question
-            question_spans.append(("question", start, len(chat)))
+            question_spans.append(Span("question", start, len(chat)))
         else:
             chat += piece
     return chat, system_spans[:1] + question_spans[-1:]
@@ -267,7 +274,7 @@ def _plain_text(prompt: Prompt) -> tuple[str, list[Span]]:
     spans: list[Span] = []
     for segment, part in (("system", prompt.system), ("question", prompt.question)):
         if part:
-            spans.append((segment, len(text), len(text) + len(part)))
+            spans.append(Span(segment, len(text), len(text) + len(part)))
             text += part + ending
     return text, spans
 
@@ -296,9 +303,13 @@ def _tokens_in_spans(
 
     for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         characters = text[start:end]
+        first_character = start
         if characters.strip():
-            start += len(characters) - len(characters.lstrip())
-        segment = next((name for name, begin, stop in spans if begin <= start < stop), "template")
+            first_character += len(characters) - len(characters.lstrip())
+        segment = "template"  # for characters outside all spans
+        for span in spans:
+            if span.start <= first_character < span.stop:
+                segment = span.segment
         read_ids = [token_id]
         if token_id in control_tokens and segment in ("system", "question"):
             read_ids = _spelled_out_tokens(prompt, tokenizer, token_id, characters)
