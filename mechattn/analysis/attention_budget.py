@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    HEAD_AND_SEGMENT,
     Analysis,
     AnalysisBase,
     AttentionRows,
@@ -86,10 +87,10 @@ class AttentionBudget(AnalysisBase):
         """Attention by segment, and its change: as a whole, as dilution and re-routing, and by
         cause."""
         attention = Quantity(
-            ("head", "segment"),
+            HEAD_AND_SEGMENT,
             "probability",
             "attention to the segment, mean over the question's queries",
-            "difference",
+            compared="difference",
         )
         change = replace(
             attention,

@@ -49,7 +49,7 @@ _DIRECTIONS = {
         _DIMS,
         "cosine",
         "cosine of the update and the residual stream before it, of attention or MLP",
-        "difference",
+        compared="difference",
     ),
 }
 _NORMS = {

@@ -12,6 +12,8 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    DEPENDS_ON_VALUES,
+    HEAD_AND_SEGMENT,
     Analysis,
     AnalysisBase,
     AttentionRows,
@@ -124,7 +126,9 @@ class DirectLogits(_Logits):
         """The contribution of each head."""
         description = f"{_DIRECT_CONTRIBUTION} (before any cap), above the mean over the vocabulary"
         token_quantities = {
-            "next_token_logit": Quantity(("head", "segment"), "logits", description, "difference")
+            "next_token_logit": Quantity(
+                HEAD_AND_SEGMENT, "logits", description, compared="difference"
+            )
         }
         quantities = means_of(token_quantities, "tokens")
         if self.per_query:
@@ -214,8 +218,8 @@ class SegmentLogits(_Logits):
             ("head", "segment", "to_segment"),
             "logits",
             f"{_DIRECT_CONTRIBUTION}, read from the keys of to_segment",
-            "difference",
-            "it depends on the values",
+            compared="difference",
+            no_null=DEPENDS_ON_VALUES,
         )
         per_key = replace(from_keys, description=f"{from_keys.description}, per key seen")
         return means_of({"next_token_logit_from": from_keys, "next_token_logit_per_key": per_key})
@@ -243,7 +247,7 @@ class SegmentLogits(_Logits):
         calibrated = super().calibrated(model, layers, prompts)
         limit = limit_of(model, "values")
         if limit is None:
-            return replace(calibrated, gate=None)
+            return calibrated
 
         function = gate_of(model)
         attention = f"blocks.{layers[0]}.attn"

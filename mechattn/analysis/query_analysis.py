@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    HEAD_AND_SEGMENT,
     AnalysisBase,
     AttentionRows,
     Quantities,
@@ -58,7 +59,7 @@ class QueryAnalysis(AnalysisBase):
     def quantities(self) -> Quantities:
         """Means over the queries of each segment."""
         query_quantities = {
-            name: Quantity(("head", "segment"), units, description)
+            name: Quantity(HEAD_AND_SEGMENT, units, description)
             for name, (units, description) in self.numbers.items()
         }
         quantities = means_of(query_quantities)

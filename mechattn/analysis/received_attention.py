@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    DEPENDS_ON_VALUES,
+    HEAD_AND_SEGMENT,
     AnalysisBase,
     AttentionRows,
     Quantities,
@@ -36,7 +38,6 @@ from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right, pa
 Queries = Literal["original", "all", "question", "answer"]
 KeyWeights = Float[Tensor, "batch segment key"]  # the weight of each key in a segment's mean
 DILUTION = "_dilution"  # ends the name of a quantity's dilution null
-_DIMS = ("head", "segment")
 _BY_SEGMENT = {
     "received_by_segment": "received attention, mean over the keys of the segment",
     "mass_by_segment": (
@@ -94,10 +95,10 @@ class ReceivedAttention(AnalysisBase):
         quantities = {"received": Quantity(("head", "key"), "probability", per_key)}
 
         for name, description in _BY_SEGMENT.items():
-            quantities[name] = Quantity(_DIMS, "probability", description)
+            quantities[name] = Quantity(HEAD_AND_SEGMENT, "probability", description)
             if self._has_dilution:
                 quantities[name + DILUTION] = Quantity(
-                    _DIMS,
+                    HEAD_AND_SEGMENT,
                     "probability",
                     f"{description}, if the original tokens kept their attention to each other",
                     no_null="it is a null",
@@ -197,7 +198,7 @@ class SegmentFlow(AnalysisBase):
             dims,
             "share",
             "sum over keys of to_segment of A |v|, divided by the sum over all keys",
-            no_null="it depends on the values",
+            no_null=DEPENDS_ON_VALUES,
         )
         return means_of({"flow": flow, "value_flow": value_flow})
 
@@ -231,8 +232,7 @@ class SegmentFlow(AnalysisBase):
         They are NaN for a segment without tokens; the flow of values is also NaN without values.
         """
         query_counts = self._query_members(batch).sum(-1)[:, None, :, None]
-        has_keys = batch.members().any(-1)
-        is_empty = ~has_keys[:, None, None, :]
+        is_empty = ~batch.members().any(-1)[:, None, None]
         # The shares of a query add up to 1, so all are 0 only if the model gives no values.
         without_values = ~sums["value_flow"].any()
         flow = sums["flow"] / query_counts  # 0 / 0 is NaN for a segment without queries
@@ -298,8 +298,8 @@ class AttentionMap(AnalysisBase):
         """The maps; NaN beyond the end of a sequence."""
         positions = torch.arange(self.max_tokens, device=batch.lengths.device)
         inside = positions < batch.lengths[:, None]
-        pattern = sums["pattern"].masked_fill(~inside[:, None, None, :], torch.nan)
-        return {"pattern": nan_outside(pattern, inside[:, :, None])}
+        is_pair = inside[:, :, None] & inside[:, None]
+        return {"pattern": nan_outside(sums["pattern"], is_pair)}
 
 
 @lru_cache(maxsize=4)  # the layers and blocks of a batch share it, and the weights below
@@ -387,8 +387,8 @@ def _diluted(
     received, mass = diluted.chunk(2, -1)
     if not analysis.include_self:
         own = remaining * sums["own"][baseline, :, :original_count]
-        _, segment_weights, _ = _weights(analysis, batch, window)
-        baseline_weights = segment_weights[baseline, :, :original_count].nan_to_num()
+        segment_weights = _key_groups(analysis, batch, window)[:, : len(SEGMENTS)]
+        baseline_weights = segment_weights[baseline, :, :original_count]
         received = received - own @ baseline_weights.mT
 
     # The rows of the baseline do not apply to a counterpart, which has other tokens.

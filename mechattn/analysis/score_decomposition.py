@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mechattn.analysis.analysis import (
+    HEAD_AND_SEGMENT,
     Analysis,
     AnalysisBase,
     Captures,
@@ -73,15 +74,16 @@ class ScoreDecomposition(AnalysisBase):
     @property
     def quantities(self) -> Quantities:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
-        dims = ("head", "segment")
         parts = {}
         shares = {}
         key_trends = {}
         for name, formula in _FORMULAS.items():
             part_words = f"{formula}, of the target, centred over the keys that the query sees"
-            parts[name] = Quantity(dims, "logits", part_words, "difference")
+            parts[name] = Quantity(HEAD_AND_SEGMENT, "logits", part_words, compared="difference")
             share_words = f"|{name}| / sum of |parts|, of the target, centred likewise"
-            shares[f"{name}_share"] = Quantity(dims, "share", share_words, "difference")
+            shares[f"{name}_share"] = Quantity(
+                HEAD_AND_SEGMENT, "share", share_words, compared="difference"
+            )
             if name != "content":
                 key_words = f"{formula}, not centred: only its trend matters"
                 key_trends[f"{name}_of_key"] = Quantity(("head", "key"), "logits", key_words)

@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    DEPENDS_ON_VALUES,
+    HEAD_AND_SEGMENT,
     Analysis,
     AnalysisBase,
     AttentionRows,
@@ -43,24 +45,29 @@ from mechattn.prompts.token_sequences import Batch
 # The edges of the bins: four per decade from 0.0001 to 100, and steps of 0.05 from −1 to 1.
 _MAGNITUDE_EDGES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))
 _ORIENTATION_EDGES = tuple(round(i / 20 - 1, 2) for i in range(41))
-_NO_NULL = "it depends on the values"
 BEFORE_NORM = "_before_norm"  # suffix of quantities of updates before a norm that follows attention
 _AFTER_NORM_WORDS = ", after the norm that follows attention (its scale is shared by the heads)"
 _BEFORE_NORM_WORDS = (
     ", before the norm that follows attention, so not what reaches the residual stream"
 )
-_DIMS = ("head", "segment")
 _DIRECTIONS = {
-    "magnitude": Quantity(_DIMS, "ratio", "|update| / |resid_pre|"),
+    "magnitude": Quantity(HEAD_AND_SEGMENT, "ratio", "|update| / |resid_pre|"),
     # May be 0, so conditions are compared by their difference.
-    "orientation": Quantity(_DIMS, "cosine", "cosine of update and resid_pre", "difference"),
+    "orientation": Quantity(
+        HEAD_AND_SEGMENT, "cosine", "cosine of update and resid_pre", compared="difference"
+    ),
 }
 _COMPONENTS = {
     "parallel": Quantity(
-        _DIMS, "ratio", "part of the update along resid_pre, signed, / |resid_pre|", "difference"
+        HEAD_AND_SEGMENT,
+        "ratio",
+        "part of the update along resid_pre, signed, / |resid_pre|",
+        compared="difference",
     ),
-    "orthogonal": Quantity(_DIMS, "ratio", "|part of the update across resid_pre| / |resid_pre|"),
-    "update_norm": Quantity(_DIMS, "residual norm", "|update|"),
+    "orthogonal": Quantity(
+        HEAD_AND_SEGMENT, "ratio", "|part of the update across resid_pre| / |resid_pre|"
+    ),
+    "update_norm": Quantity(HEAD_AND_SEGMENT, "residual norm", "|update|"),
 }
 _COUNTS = {
     "magnitude_counts": Quantity(
@@ -282,7 +289,7 @@ class _LayerWeights:
 def _with_words(quantities: Quantities, words: str) -> dict[str, Quantity]:
     """The quantities with these words after their descriptions, and without a null."""
     return {
-        name: replace(quantity, description=quantity.description + words, no_null=_NO_NULL)
+        name: replace(quantity, description=quantity.description + words, no_null=DEPENDS_ON_VALUES)
         for name, quantity in quantities.items()
     }
 

@@ -301,7 +301,6 @@ class Text(Insertion):
             raise OptionError(
                 f"place={self.place!r} and after={self.after!r}: give only one of the two"
             )
-
         check_choice(Place, place=self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_left, bisect_right
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,14 +71,12 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int, own_lin
     Raises:
         ConditionError: No count within ten of ``count`` can be reached.
     """
-    # The larger of two equally near counts comes first.
-    near_counts = range(count + _FURTHEST_COUNT, count - _FURTHEST_COUNT - 1, -1)
-    for near_count in sorted(near_counts, key=lambda number: abs(number - count)):
-        try:
-            repeated(tokenizer, text, separator, near_count - int(own_line))
-        except ConditionError:
-            continue
-        return near_count
+    break_count = 1 if own_line else 0
+    for distance in range(_FURTHEST_COUNT + 1):
+        for near_count in (count + distance, count - distance):
+            with suppress(ConditionError):
+                repeated(tokenizer, text, separator, near_count - break_count)
+                return near_count
 
     raise ConditionError(
         f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another"

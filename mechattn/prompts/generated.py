@@ -176,9 +176,7 @@ def _distinct_tokens(model: TokenizedModel, count: int, generator: random.Random
 def _bos(model: TokenizedModel) -> list[int]:
     """The BOS token before a prompt; empty if the model uses none."""
     bos = own_bos(model)
-    if bos is None:
-        return []
-    return [bos]
+    return [] if bos is None else [bos]
 
 
 def _with_other_order(

@@ -224,8 +224,8 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
         return _from_rows(rows)
 
     masks = _rows(encoding["attention_mask"])
-    lengths = [len(row) for row in rows]
-    mask_lengths = [len(mask) for mask in masks]
+    lengths = list(map(len, rows))
+    mask_lengths = list(map(len, masks))
     if mask_lengths != lengths:
         raise PromptError(
             f"input_ids has rows of {lengths} tokens, but attention_mask rows of {mask_lengths};"

@@ -37,10 +37,10 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     if not options:
         raise OptionError("give at least one option to vary, such as count=[10, 25]")
     if isinstance(condition, Variant):
-        conditions = sweep(condition.condition, **options)
-        for name, inner_condition in conditions.items():
-            conditions[name] = replace(condition, condition=inner_condition)
-        return conditions
+        return {
+            name: replace(condition, condition=inner_condition)
+            for name, inner_condition in sweep(condition.condition, **options).items()
+        }
     for name, values in options.items():
         if name not in getattr(condition, "__dataclass_fields__", {}):
             raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary")

@@ -441,16 +441,16 @@ def pairs_of(batch: Batch) -> Pairs:
     # The position of each original token in a row is the inverse of ``origin``.
     origin = batch.origin.cpu()
     is_original = origin >= 0
-    largest_count = int(is_original.sum(-1).max())
-    place = torch.zeros(len(batch.rows), largest_count, dtype=torch.long)
-    original = torch.zeros_like(place, dtype=torch.bool)
-    pair, position = is_original.nonzero(as_tuple=True)
-    place[pair, origin[pair, position]] = position
-    original[pair, origin[pair, position]] = True
-    segment = batch.segment.cpu().gather(1, place)
-    segment = segment.masked_fill(~original, PADDING)
     counts_up_to = is_original.cumsum(-1)
     reach = tuple(counts_up_to.amax(0).tolist())
+    place = torch.zeros(len(batch.rows), reach[-1], dtype=torch.long)  # as many as any row has
+    original = torch.zeros_like(place, dtype=torch.bool)
+    pair, position = is_original.nonzero(as_tuple=True)
+    original_index = origin[pair, position]
+    place[pair, original_index] = position
+    original[pair, original_index] = True
+    segment = batch.segment.cpu().gather(1, place)
+    segment = segment.masked_fill(~original, PADDING)
 
     device = batch.tokens.device
     return Pairs(

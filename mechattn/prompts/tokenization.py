@@ -178,8 +178,8 @@ def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) ->
 
 def _opens_chats(tokenizer: Any) -> bool:
     """Whether the chat template writes the BOS token, as in SmolLM2, whose turns begin with it."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return tokenizer.bos_token in str(template) or "bos_token" in str(template)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return tokenizer.bos_token in template or "bos_token" in template
 
 
 def _chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
