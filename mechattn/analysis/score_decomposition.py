@@ -126,20 +126,17 @@ class ScoreDecomposition(AnalysisBase):
         layer_scores = self.scores[captures.layer]
         q = captures.by_head(Q_HOOK, len(layer_scores.b_q))
         k = captures.by_head(K_HOOK, len(layer_scores.b_k))
-        length = q.shape[1]
-        for start in range(0, length, BLOCK):
-            block = slice(start, min(start + BLOCK, length))
-            queries = torch.arange(block.start, block.stop, device=q.device)
+        for queries in captures.batch.positions.split(BLOCK):
             visible = seen_keys(captures.batch, queries, captures.window)[:, None]
-            content, bias, alibi, rest = layer_scores.parts(q[:, block], k)
+            content, bias, alibi, rest = layer_scores.parts(q[:, queries], k)
 
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
-            sums["target"][..., block] = target.float()
+            sums["target"][..., queries] = target.float()
 
             parts = {"content": content, "bias": bias, "alibi": alibi}
             for name, part in parts.items():
                 centred_part = centred(part.expand(len(q), -1, -1, -1), visible)
-                sums[name][..., block] = centred_part.gather(-1, target[..., None])[..., 0]
+                sums[name][..., queries] = centred_part.gather(-1, target[..., None])[..., 0]
 
             # These do not depend on the queries, so they are the same in every block.
             sums["bias_of_key"][:] = bias[:, :, 0]

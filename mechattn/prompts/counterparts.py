@@ -70,7 +70,7 @@ class Counterpart:
         if isinstance(version, str):
             other_prompt = replace(prompt, question=version)
         else:
-            other_prompt = replace(prompt, tokens=tuple(version))
+            other_prompt = replace(prompt, tokens=version)
 
         own_sequence = tokenize(prompt, model)
         other_sequence = tokenize(other_prompt, model)

@@ -142,8 +142,7 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
         return
     if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         # One such token may be a real beginning or end, but two are padding.
-        padding = [pad, pad]
-        is_padded = list(prompt.tokens[:2]) == padding or list(prompt.tokens[-2:]) == padding
+        is_padded = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
     else:
         is_padded = pad in (prompt.tokens[0], prompt.tokens[-1])
 
@@ -303,12 +302,11 @@ def _tokens_in_spans(
 
     for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         characters = text[start:end]
-        first_character = start
-        if characters.strip():
-            first_character += len(characters) - len(characters.lstrip())
+        visible_characters = characters.lstrip()
+        position = end - len(visible_characters) if visible_characters else start
         segment = "template"  # for characters outside all spans
         for span in spans:
-            if span.start <= first_character < span.stop:
+            if span.start <= position < span.stop:
                 segment = span.segment
         read_ids = [token_id]
         if token_id in control_tokens and segment in ("system", "question"):
