@@ -300,10 +300,10 @@ def _tokens_in_spans(
     token_ids: list[int] = []
     segments: list[str] = []
 
-    for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        characters = text[start:end]
+    for token_id, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        characters = text[start:stop]
         visible_characters = characters.lstrip()
-        position = end - len(visible_characters) if visible_characters else start
+        position = stop - len(visible_characters) if visible_characters else start
         segment = "template"  # for characters outside all spans
         for span in spans:
             if span.start <= position < span.stop:
