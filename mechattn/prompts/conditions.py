@@ -144,7 +144,7 @@ class Insertion(ABC):
                 return model.tokenizer(" ." * self.count, add_special_tokens=False)["input_ids"]
     """
 
-    count: int | None = None
+    count: int | None = None  # None if the prompt or a text decides, as in ``Text``
     place: Place = "before_question"
     own_line: bool = False
     _repr_html_ = fields_table

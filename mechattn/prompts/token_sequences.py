@@ -265,7 +265,7 @@ class Batch:
         origin: The origin of each token, as in ``TokenSequence``; −2 for padding.
         segment: The segment of each token, as in ``TokenSequence``; −2 for padding.
         lengths: The number of tokens in each row, without padding.
-        rows: The prompt and the condition of each row.
+        rows: For each row the index of its prompt and the name of its condition.
         edge_mask: The cut attention edges; None for none.
         edge_mask_layers: The layers in which each row's edges are cut, where None means all; see
             :meth:`as_read_by`.

@@ -300,7 +300,9 @@ def _tokens_in_spans(
     token_ids: list[int] = []
     segments: list[str] = []
 
-    for token_id, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+    for token_id, (start, stop) in zip(
+        encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
         characters = text[start:stop]
         visible_characters = characters.lstrip()
         position = stop - len(visible_characters) if visible_characters else start
