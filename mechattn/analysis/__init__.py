@@ -1,4 +1,4 @@
-"""All analyses that come with mechattn, for the family table and the compatibility tests."""
+"""All analyses that come with mechattn, for code that goes through every one of them."""
 
 from __future__ import annotations
 

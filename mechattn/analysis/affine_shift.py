@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from mechattn.analysis.analysis import (
+    DEPENDS_ON_VALUES,
+    HEAD_AND_SEGMENT,
     AnalysisBase,
     PairedRows,
     Quantities,
@@ -32,32 +34,42 @@ _UNDEFINED = -1.0
 # may be a rounding error.
 _SMALLEST_CHANGE = 1e-3
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
-_DIMS = ("head", "segment")
-_NO_NULL = "it depends on the values"
 _OF_QUERIES = {
     "scale": Quantity(
-        _DIMS, "probability", "attention left to the original keys: lambda in the paper"
+        HEAD_AND_SEGMENT, "probability", "attention left to the original keys: lambda in the paper"
     ),
     "question_ratio": Quantity(
-        _DIMS, "ratio", "attention to all question keys, over that without inserted tokens: rho_Q"
+        HEAD_AND_SEGMENT,
+        "ratio",
+        "attention to all question keys, over that without inserted tokens: rho_Q",
     ),
     "total_variation": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "probability",
         "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted",
-        "difference",
+        compared="difference",
     ),
     "relative_error": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "share",
         "|output' - lambda output - shift| / |output'|: what the affine form misses",
-        "difference",
-        _NO_NULL,
+        compared="difference",
+        no_null=DEPENDS_ON_VALUES,
     ),
     "shift_norm": Quantity(
-        _DIMS, "value norm", "|sum over inserted keys of A' v'|", "difference", _NO_NULL
+        HEAD_AND_SEGMENT,
+        "value norm",
+        "|sum over inserted keys of A' v'|",
+        compared="difference",
+        no_null=DEPENDS_ON_VALUES,
     ),
-    "shift_share": Quantity(_DIMS, "share", "|shift| / |output'|", "difference", _NO_NULL),
+    "shift_share": Quantity(
+        HEAD_AND_SEGMENT,
+        "share",
+        "|shift| / |output'|",
+        compared="difference",
+        no_null=DEPENDS_ON_VALUES,
+    ),
 }
 
 
@@ -84,11 +96,13 @@ class AffineShift(AnalysisBase):
         """Means over the queries of each segment, and how many dimensions the shifts of the queries
         after the insertion span."""
         quantities = dict(_OF_QUERIES)
-        quantities["output_norm"] = Quantity(_DIMS, "value norm", "|output'|", no_null=_NO_NULL)
+        quantities["output_norm"] = Quantity(
+            HEAD_AND_SEGMENT, "value norm", "|output'|", no_null=DEPENDS_ON_VALUES
+        )
         for name in _PARTS:
             formula = f"<{name}, change> / |change|^2, of queries after the insertion; adds up to 1"
             quantities[f"change_by_{name}"] = Quantity(
-                _DIMS, "share", formula, "difference", _NO_NULL
+                HEAD_AND_SEGMENT, "share", formula, compared="difference", no_null=DEPENDS_ON_VALUES
             )
 
         over_shifts = "over the shifts of the original queries after the insertion"
@@ -96,14 +110,14 @@ class AffineShift(AnalysisBase):
             ("head",),
             "share",
             f"s1^2 / sum s^2 {over_shifts}",
-            no_null=_NO_NULL,
+            no_null=DEPENDS_ON_VALUES,
             title="rank-one share of the shift Σσ",
         )
         quantities["shift_effective_rank"] = Quantity(
             ("head",),
             "dimensions",
             f"exp entropy of s / sum s {over_shifts} (Roy and Vetterli 2007)",
-            no_null=_NO_NULL,
+            no_null=DEPENDS_ON_VALUES,
         )
 
         if self.per_query:
@@ -111,7 +125,7 @@ class AffineShift(AnalysisBase):
         return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Zeros for each query and number; ``add_pairs`` creates the Gram matrix of the shifts."""
+        """Zeros for each query and number, without the Gram matrix of the shifts."""
         norms = ["output_norm", "shift_norm", "error_norm", "squared_change"]
         products = [f"by_{name}" for name in _PARTS]
         return zeros(batch, heads, "scale", "question_ratio", "total_variation", *norms, *products)
@@ -142,9 +156,8 @@ class AffineShift(AnalysisBase):
         after_insertion = rows.batch.after_inserted[:, None, rows.queries, None]
         shifts = split.shift.double() * after_insertion
         gram = shifts.mT @ shifts
-        if "gram" not in sums:  # ``start`` does not know d_head
-            sums["gram"] = torch.zeros_like(gram)
-        sums["gram"] += gram
+        # ``start`` does not know d_head, so it has no zeros to which this could be added in place.
+        sums["gram"] = sums.get("gram", 0) + gram
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments, and the rank of the shifts.
@@ -182,11 +195,11 @@ class AffineShift(AnalysisBase):
 def split_rows(rows: PairedRows) -> fn.Split:
     """The parts of each query's output in a block of rows."""
     return fn.split(
-        rows.pattern,
-        rows.v,
-        rows.batch.inserted[:, rows.keys],
-        rows.aligned,
-        rows.v_aligned,
-        rows.baseline,
-        rows.v_baseline,
+        pattern=rows.pattern,
+        v=rows.v,
+        inserted=rows.batch.inserted[:, rows.keys],
+        aligned=rows.aligned,
+        v_aligned=rows.v_aligned,
+        baseline=rows.baseline,
+        v_baseline=rows.v_baseline,
     )

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import AnyRows, Stream, visible_keys
+from mechattn.functional.attention import Attention, Stream, visible_keys
 from mechattn.functional.fused import Fused
 from mechattn.functional.received import segment_means
 from mechattn.model.hooked import HookedModel
@@ -27,6 +27,8 @@ Window = int | None  # the largest number of keys that a query of a layer sees; 
 Coords = Mapping[str, Sequence[object]]  # the labels of an analysis's own dimensions
 Layers = Sequence[int]
 Prompts = Sequence[Prompt]
+HEAD_AND_SEGMENT = ("head", "segment")  # the dimensions of most quantities
+DEPENDS_ON_VALUES = "it depends on the values"  # why uniform attention gives no null
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +46,8 @@ class AttentionRows:
             count.
         window: The largest number of keys that a query of this layer sees; None for full attention.
         v: Values at all positions; None if no hook gives them per head.
-        attention: What the rows were computed from: queries and keys, or the whole pattern of a
-            hook; None if unknown.
+        queries_and_keys: The inputs of the layer's whole attention; None for a null, and with the
+            engine "hooks", which reads patterns only.
         null: Whether these are the rows of the content-blind head that gives the null. All values
             of that head are 1 and have one dimension; it has no hooks and no activations.
     """
@@ -57,8 +59,14 @@ class AttentionRows:
     batch: Batch
     window: Window
     v: Float[Tensor, "batch kv_head pos d_head"] | None = None
-    attention: AnyRows | None = None
+    queries_and_keys: Attention | None = None
     null: bool = False
+
+    @property
+    def is_first_block(self) -> bool:
+        """Whether these are the first rows of the layer; blocks come in the order of the
+        queries."""
+        return self.queries.start == 0
 
     def values_for(self, purpose: str) -> Float[Tensor, "batch kv_head pos d_head"]:
         """The values at all positions.

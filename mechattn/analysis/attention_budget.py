@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    HEAD_AND_SEGMENT,
     Analysis,
     AnalysisBase,
     AttentionRows,
@@ -26,12 +27,12 @@ from mechattn.analysis.analysis import (
     nan_outside,
     zeros_of_rows,
 )
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import SEGMENTS
 from mechattn.functional import budget as fn
 from mechattn.functional.attention import Attention, Marked
 from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import rotations_of
-from mechattn.prompts.token_sequences import Batch, TokenSequence
+from mechattn.prompts.token_sequences import Batch, TokenSequence, baseline_rows
 
 RowIndex = Int[Tensor, " row"]  # rows of a batch, one per sequence
 
@@ -86,10 +87,10 @@ class AttentionBudget(AnalysisBase):
         """Attention by segment, and its change: as a whole, as dilution and re-routing, and by
         cause."""
         attention = Quantity(
-            ("head", "segment"),
+            HEAD_AND_SEGMENT,
             "probability",
             "attention to the segment, mean over the question's queries",
-            "difference",
+            compared="difference",
         )
         change = replace(
             attention,
@@ -124,9 +125,24 @@ class AttentionBudget(AnalysisBase):
         return replace(self, rotations=rotations, why_unknown=why_unknown)
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Zero masses [batch segment head query]."""
+        """Zero masses [batch segment head query], and no cause known yet.
+
+        ``at_new_positions`` and ``with_inserted_keys`` are the question's mean attention if the
+        hidden states had not changed, with the original keys in the softmax and with all keys, both
+        [batch head segment] and 0 for baselines. Three truth values per row say whether these two
+        are known, whether positions can be moved, and whether queries and keys are those of the
+        baseline.
+        """
         length = batch.tokens.shape[1]
-        return {"masses": zeros_of_rows(batch, len(SEGMENTS), heads, length)}
+        is_false = zeros_of_rows(batch).bool()
+        return {
+            "masses": zeros_of_rows(batch, len(SEGMENTS), heads, length),
+            "at_new_positions": zeros_of_rows(batch, heads, len(SEGMENTS)),
+            "with_inserted_keys": zeros_of_rows(batch, heads, len(SEGMENTS)),
+            "knows_causes": is_false,
+            "knows_distance": is_false.clone(),
+            "is_unchanged": is_false.clone(),
+        }
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store the attention of these queries to each segment.
@@ -140,10 +156,10 @@ class AttentionBudget(AnalysisBase):
             members = layout.members[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
 
-        # The null and the engine "hooks" have no queries and keys to move.
-        is_first_block = "with_inserted_keys" not in sums
-        if is_first_block and not rows.null and isinstance(rows.attention, Attention):
-            sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
+        # Queries and keys are those of the whole layer, so one block is enough.
+        attention = rows.queries_and_keys
+        if rows.is_first_block and attention is not None:
+            self._add_without_causes(sums, attention, rows.layer, rows.batch)
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the question's queries, and their differences from the baseline of the same
@@ -173,63 +189,49 @@ class AttentionBudget(AnalysisBase):
             "by_cause": nan_outside(by_cause, has_tokens[..., None]),
         }
 
-    def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
-        """The question's mean attention if the hidden states had not changed.
-
-        Returns:
-            ``at_new_positions``, with the original keys in the softmax, and ``with_inserted_keys``,
-            with all keys, both [batch head segment] and 0 for baselines; ``knows_distance``,
-            whether positions can be moved, and ``is_unchanged``, whether queries and keys are those
-            of the baseline, both [batch].
-        """
+    def _add_without_causes(
+        self, sums: Sums, attention: Attention, layer: int, batch: Batch
+    ) -> None:
+        """Store the question's mean attention if the hidden states had not changed."""
+        sums["knows_causes"].fill_(True)
+        sums["knows_distance"].fill_(layer in self.rotations)
         layout = _layout(batch)
         longer = layout.longer
-        at_new_positions = zeros_of_rows(batch, attention.q.shape[1], len(SEGMENTS))
-        with_inserted_keys = torch.zeros_like(at_new_positions)
-        is_unchanged = torch.zeros(len(batch.rows), dtype=torch.bool, device=longer.device)
+        if len(longer) == 0:
+            return
 
-        if len(longer):
-            rotation = self.rotations.get(layer, fn.NO_ROTATION)
-            question_span = layout.question_span_of_longer
-            with_old_states = fn.before_hidden_states(
-                attention,
-                longer,
-                layout.baseline[longer],
-                batch.origin[longer],
-                rotation,
-                _turns(batch, rotation),
-                question_span,
-            )
+        rotation = self.rotations.get(layer, fn.NO_ROTATION)
+        question_span = layout.question_span_of_longer
+        with_old_states = fn.before_hidden_states(
+            attention,
+            longer_rows=longer,
+            baseline_rows=layout.baseline[longer],
+            origin=batch.origin[longer],
+            rotation=rotation,
+            turns=_turns(batch, rotation),
+            queries=question_span,
+        )
+        if layer == 0:  # only here the hidden states are embeddings, which do not change
+            with_own_states = attention.of(longer)
+            sums["is_unchanged"][longer] = fn.is_unchanged(with_old_states, with_own_states)
 
-            if layer == 0:  # only here the hidden states are embeddings, which do not change
-                is_unchanged[longer] = fn.is_unchanged(with_old_states, attention.of(longer))
-            masses = fn.segment_masses(with_old_states, layout.members[longer], question_span)
-            weights = layout.question_weights[longer, :, question_span]
-
-            mean_among_original = fn.mean_among_original(
-                masses, weights, _INSERTED, sinks=attention.sinks is not None
-            )
-            mean_over_all = fn.mean_over_queries(masses, weights)
-            at_new_positions[longer] = mean_among_original.to(at_new_positions.dtype)
-            with_inserted_keys[longer] = mean_over_all.to(with_inserted_keys.dtype)
-
-        return {
-            "at_new_positions": at_new_positions,
-            "with_inserted_keys": with_inserted_keys,
-            "knows_distance": torch.full_like(is_unchanged, layer in self.rotations),
-            "is_unchanged": is_unchanged,
-        }
+        masses = fn.segment_masses(with_old_states, layout.members[longer], question_span)
+        weights = layout.question_weights[longer, :, question_span]
+        has_sinks = attention.sinks is not None
+        mean_among_original = fn.mean_among_original(masses, weights, _INSERTED, sinks=has_sinks)
+        mean_over_all = fn.mean_over_queries(masses, weights)
+        sums["at_new_positions"][longer] = mean_among_original.float()
+        sums["with_inserted_keys"][longer] = mean_over_all.float()
 
 
 def _by_cause(
     sums: Sums, segment_attention: fn.Means, change: fn.Means, baseline: RowIndex
 ) -> Float[Tensor, "batch head segment cause"]:
     """The change by cause; NaN if the engine gave no queries and keys."""
-    if "with_inserted_keys" not in sums:
-        return torch.full((*change.shape, len(CAUSES)), torch.nan, device=change.device)
     # One truth value per row, for all heads and segments.
     row_indices = torch.arange(len(baseline), device=baseline.device)
     is_longer = (baseline != row_indices)[:, None, None]
+    knows_causes = sums["knows_causes"][:, None, None, None]
     knows_distance = sums["knows_distance"][:, None, None]
     # Here only rounding distinguishes the last step from the condition: it is not a change.
     has_same_inputs = is_longer & sums["is_unchanged"][:, None, None]
@@ -244,7 +246,8 @@ def _by_cause(
     # Where positions cannot be moved, distance belongs to the hidden states.
     hidden_states = torch.where(knows_distance, hidden_states, change - mass)
     distance = distance.masked_fill(~knows_distance, torch.nan)
-    return torch.stack([distance, mass, hidden_states], -1)
+    by_cause = torch.stack([distance, mass, hidden_states], -1)
+    return by_cause.masked_fill(~knows_causes, torch.nan)
 
 
 @dataclass(eq=False)
@@ -272,7 +275,7 @@ class _BatchLayout:
     def question_weights(self) -> Float[Tensor, "batch 1 pos"]:
         """The weight of each query in a mean over the question's queries."""
         is_question = self.batch.of_segment("question").float()[:, None]
-        return is_question / is_question.sum(-1, keepdim=True).clamp(min=1)
+        return is_question / is_question.sum(-1, keepdim=True)
 
     @cached_property
     def baseline(self) -> RowIndex:
@@ -280,20 +283,13 @@ class _BatchLayout:
 
         Unlike ``pairs_of``, this reads nothing from a GPU, and so does not wait for it.
         """
-        baseline_rows = {
-            prompt: row
-            for row, (prompt, condition) in enumerate(self.batch.rows)
-            if condition == BASELINE
-        }
-        row_indices = [baseline_rows[prompt] for prompt, _ in self.batch.rows]
-        return torch.tensor(row_indices, device=self.batch.tokens.device)
+        return torch.tensor(baseline_rows(self.batch), device=self.batch.tokens.device)
 
     @cached_property
     def longer(self) -> RowIndex:
         """The rows that are not a baseline."""
-        row_indices = [
-            row for row, (_, condition) in enumerate(self.batch.rows) if condition != BASELINE
-        ]
+        baselines = enumerate(baseline_rows(self.batch))
+        row_indices = [row for row, baseline in baselines if row != baseline]
         return torch.tensor(row_indices, dtype=torch.long, device=self.batch.tokens.device)
 
     @cached_property

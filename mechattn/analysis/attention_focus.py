@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from mechattn.analysis.analysis import (
+    HEAD_AND_SEGMENT,
     AnalysisBase,
     AttentionRows,
     Quantities,
@@ -30,89 +31,92 @@ from mechattn.functional.received import self_attention, visible_counts
 from mechattn.prompts.token_sequences import Batch, inserted_span
 
 _NO_LARGEST = "uniform attention has no largest key"
-_DIMS = ("head", "segment")
 # Conditions are compared by "difference" if the quantity may be 0 in the baseline.
 _OF_QUERIES = {
     "self_share": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "share",
         "1 if the strongest target is the query",
-        "difference",
-        _NO_LARGEST,
+        compared="difference",
+        no_null=_NO_LARGEST,
         title="strongest target: the query itself",
     ),
     "first_share": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "share",
         "1 if the strongest target is the first token",
-        "difference",
-        _NO_LARGEST,
+        compared="difference",
+        no_null=_NO_LARGEST,
         title="strongest target: the first token",
     ),
     "previous_share": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "share",
         "1 if the strongest target is the token before",
-        "difference",
-        _NO_LARGEST,
+        compared="difference",
+        no_null=_NO_LARGEST,
         title="strongest target: the token before",
     ),
     "self_mass": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "probability",
         "attention of a query to itself",
         title="attention to the query itself",
     ),
     "first_mass": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "probability",
         "attention of a query to the first token",
         title="attention to the first token",
     ),
     "previous_mass": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "probability",
         "attention of a query to the token before",
         title="attention to the token before",
     ),
     "duplicate_mass": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "probability",
         "attention of a query to earlier occurrences of its own token, of queries that have one",
-        "difference",
+        compared="difference",
         title="attention to earlier occurrences of the same token",
     ),
     "induction_mass": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "probability",
         "attention of a query to the tokens after earlier occurrences of its own token, of queries"
         " that have one",
-        "difference",
+        compared="difference",
         title="attention to the tokens after earlier occurrences of the same token",
     ),
     "inserted_mass": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "probability",
         "attention of a query to all inserted tokens together",
-        "difference",
+        compared="difference",
         title="attention to the inserted tokens",
     ),
     "concentration": Quantity(
-        _DIMS,
+        HEAD_AND_SEGMENT,
         "probability",
         "p(1) - p(2): the largest probability minus the second largest",
         no_null="it is 0 under uniform attention for any number of keys",
         title="p(1) − p(2)",
     ),
-    "entropy": Quantity(_DIMS, "nats", "- sum over keys of A log A"),
+    "entropy": Quantity(HEAD_AND_SEGMENT, "nats", "- sum over keys of A log A"),
     "entropy_share": Quantity(
-        _DIMS, "share", "entropy / log of the number of keys that the query sees: 1 if uniform"
+        HEAD_AND_SEGMENT,
+        "share",
+        "entropy / log of the number of keys that the query sees: 1 if uniform",
     ),
     "distance": Quantity(
-        _DIMS, "positions", "sum over keys of A (query - key)", title="mean distance"
+        HEAD_AND_SEGMENT, "positions", "sum over keys of A (query - key)", title="mean distance"
     ),
     "half_mass_keys": Quantity(
-        _DIMS, "keys", "size of the smallest set of keys that holds half of the attention"
+        HEAD_AND_SEGMENT,
+        "keys",
+        "size of the smallest set of keys that holds half of the attention",
     ),
 }
 # These are computed in ``values`` from the target and the entropy of each query.
@@ -194,9 +198,9 @@ class AttentionFocus(AnalysisBase):
             indices = _indices_of_repeats(rows.batch, after, *block)
             block_values[name] = fn.looked_up_mass(pattern, indices)
 
+        # The masses of these two stay 0 if the block has none of their keys.
         if first_key == 0:
             block_values["first_mass"] = pattern[..., 0]
-
         span_start, span_end = inserted_span(rows.batch)
         if span_start < rows.keys.stop and span_end > first_key:
             inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)

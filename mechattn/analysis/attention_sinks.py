@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    DEPENDS_ON_VALUES,
     Analysis,
     AnalysisBase,
     AttentionRows,
@@ -111,7 +112,6 @@ _VALUES_PER_KEY = {
     "value_norm": ("value norm", "|v|"),
     "output_value_norm": ("residual norm", "|v W_O|"),
 }
-_NO_NULL = "it depends on the values"
 
 
 @dataclass(frozen=True)
@@ -163,25 +163,29 @@ class AttentionSinks(AnalysisBase):
         """Quantities of each head, of each layer and of each key."""
         by_head = ("head",)
         by_key = ("head", "key")
-        no_attention = "it is not made of attention"
-        position = "the position of the key with the largest mean attention"
         return {
             **_quantities(_OF_PATTERNS, by_head),
-            **_quantities(_OF_PATTERNS_FROM_ZERO, by_head, "difference"),
+            **_quantities(_OF_PATTERNS_FROM_ZERO, by_head, compared="difference"),
             "span_mass": Quantity(
                 by_head,
                 "probability",
                 "attention to all inserted tokens, mean over the original queries after them",
-                "difference",
+                compared="difference",
                 title="attention to all inserted tokens",
             ),
             "strongest_position": Quantity(
-                by_head, "position", position, "difference", "uniform attention has no largest key"
+                by_head,
+                "position",
+                "the position of the key with the largest mean attention",
+                compared="difference",
+                no_null="uniform attention has no largest key",
             ),
-            **_quantities(_OF_VALUES, by_head, no_null=_NO_NULL),
-            **_quantities(_PER_LAYER, (), "difference", no_attention),
+            **_quantities(_OF_VALUES, by_head, no_null=DEPENDS_ON_VALUES),
+            **_quantities(
+                _PER_LAYER, (), compared="difference", no_null="it is not made of attention"
+            ),
             **_quantities(_PER_KEY, by_key),
-            **_quantities(_VALUES_PER_KEY, by_key, no_null=_NO_NULL),
+            **_quantities(_VALUES_PER_KEY, by_key, no_null=DEPENDS_ON_VALUES),
         }
 
     @property
@@ -215,8 +219,8 @@ class AttentionSinks(AnalysisBase):
         keys = rows.keys
         queries = rows.queries
 
-        # Once per layer; a null has no values.
-        if "value_norm" not in sums and not rows.null:
+        # Once per layer, since these are the values of all positions; a null has none.
+        if rows.is_first_block and not rows.null:
             v = rows.values_for("a sink's contribution")
             value_norm, output_value_norm = fn.value_norms(v, self.factors[rows.layer])
             sums["value_norm"] = value_norm
@@ -228,7 +232,8 @@ class AttentionSinks(AnalysisBase):
         fn.add_near_sums(near_column_sums, pattern, real, queries.start, keys.start, self.gap)
 
         span_start, span_end = inserted_span(rows.batch)
-        if span_end and queries.stop > span_start:
+        has_inserted = span_start < span_end
+        if has_inserted and queries.stop > span_start:
             is_after = rows.batch.after_inserted[:, queries]
             sums["column_sums_after"][..., keys] += fn.column_sums(pattern, is_after)
 
@@ -255,7 +260,7 @@ class AttentionSinks(AnalysisBase):
         query_counts = fn.seeing_queries(
             batch.real, window, include_self=True, edge_mask=batch.edge_mask
         )
-        values = self._of_keys(sums, batch, query_counts)
+        values = self._alpha_values(sums, batch, query_counts)
         span_sums = (sums["column_sums_after"] * batch.inserted[:, None]).sum(-1)
         counts_after = batch.after_inserted.sum(-1)[:, None].float()
         values["span_mass"] = span_sums / counts_after
@@ -269,10 +274,11 @@ class AttentionSinks(AnalysisBase):
         distant_column_sums = sums["column_sums"] - sums["near_column_sums"]
         vertical = distant_column_sums / distant_query_counts[:, None]
         values["vertical"] = nan_outside(vertical, batch.real & (distant_query_counts > 0))
-        if "value_norm" not in sums:  # the sums of a null
+        is_null = "output_norm" not in sums  # no hook fires for it, so nothing was captured
+        if is_null:
             return values
 
-        values |= self._of_values(sums, batch, values["strongest_position"])
+        values |= self._contribution_values(sums, batch, values["strongest_position"])
         values["length"] = batch.lengths.float()
         for name in ("massive_count", "massive_ratio", "massive_position"):
             values[name] = sums[name]
@@ -280,7 +286,7 @@ class AttentionSinks(AnalysisBase):
             values[name] = nan_outside(sums[name], batch.real)
         return values
 
-    def _of_keys(self, sums: Sums, batch: Batch, query_counts: fn.CountOfKey) -> Values:
+    def _alpha_values(self, sums: Sums, batch: Batch, query_counts: fn.CountOfKey) -> Values:
         """α of every key, the number of sinks, and α of the first, the strongest and the strongest
         inserted key.
 
@@ -291,13 +297,14 @@ class AttentionSinks(AnalysisBase):
         """
         alpha = fn.received_attention(sums["column_sums"], query_counts * batch.real)
         is_candidate = (query_counts >= self.least_queries) & batch.real
-        candidate_alpha = alpha.masked_fill(~is_candidate[:, None], -1.0)
+        candidate_alpha = alpha.masked_fill(~is_candidate[:, None], -torch.inf)
         strongest_alpha, strongest_position = candidate_alpha.max(-1)
         sink_count = (candidate_alpha > self.threshold).sum(-1).float()
         has_candidate = is_candidate.any(-1)  # False in a window narrower than ``least_queries``
 
-        inserted_alpha = candidate_alpha.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
-        inserted_alpha = inserted_alpha.masked_fill(inserted_alpha < 0, torch.nan)
+        is_inserted = is_candidate & batch.inserted
+        inserted_alpha = alpha.masked_fill(~is_inserted[:, None], -torch.inf).amax(-1)
+        inserted_alpha = nan_outside(inserted_alpha, is_inserted.any(-1))
         first_alpha = alpha[..., 0]
         return {
             "alpha": alpha,
@@ -310,7 +317,7 @@ class AttentionSinks(AnalysisBase):
             "inserted_sink": _above(inserted_alpha, self.threshold),
         }
 
-    def _of_values(
+    def _contribution_values(
         self, sums: Sums, batch: Batch, strongest_position: Float[Tensor, "batch head"]
     ) -> Values:
         """What the first and the strongest key contribute, the size and rank of each head's output,
@@ -357,7 +364,7 @@ def _quantities(
 ) -> dict[str, Quantity]:
     """The quantities of a table, all with these dimensions."""
     return {
-        name: Quantity(dims, units, description, compared, no_null)
+        name: Quantity(dims, units, description, compared=compared, no_null=no_null)
         for name, (units, description) in table.items()
     }
 

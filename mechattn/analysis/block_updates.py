@@ -49,7 +49,7 @@ _DIRECTIONS = {
         _DIMS,
         "cosine",
         "cosine of the update and the residual stream before it, of attention or MLP",
-        "difference",
+        compared="difference",
     ),
 }
 _NORMS = {
@@ -139,8 +139,20 @@ class BlockUpdates(AnalysisBase):
             mlp_input = tensors[_MIDDLE_HOOK]
             real = captures.batch.real
             precision = torch.finfo(captures.tensors["hook_resid_post"].dtype).eps
-            attention_update = _update(resid_pre, attention_update, mlp_input, real, precision)
-            mlp_update = _update(mlp_input, mlp_update, tensors["hook_resid_post"], real, precision)
+            attention_update = _update(
+                stream=resid_pre,
+                output=attention_update,
+                next_stream=mlp_input,
+                real=real,
+                precision=precision,
+            )
+            mlp_update = _update(
+                stream=mlp_input,
+                output=mlp_update,
+                next_stream=tensors["hook_resid_post"],
+                real=real,
+                precision=precision,
+            )
 
         streams = torch.stack([resid_pre, mlp_input], 1)
         updates = torch.stack([attention_update, mlp_update], 1)

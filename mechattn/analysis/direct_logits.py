@@ -12,6 +12,8 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    DEPENDS_ON_VALUES,
+    HEAD_AND_SEGMENT,
     Analysis,
     AnalysisBase,
     AttentionRows,
@@ -49,9 +51,9 @@ from mechattn.model.unembedding import FrozenNorm, Unembedding, frozen_norm, une
 from mechattn.model.verify.layer_checks import GATES, gate_of
 from mechattn.prompts.token_sequences import Batch
 
-_Z = "attn.hook_z"
+_Z_HOOK = "attn.hook_z"
 NORM_INPUT = "ln1_post.hook_in"  # the input of the norm between attention and residual stream
-_ABOUT = "direct contribution to the logit of the next token"
+_DIRECT_CONTRIBUTION = "direct contribution to the logit of the next token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +124,11 @@ class DirectLogits(_Logits):
     @property
     def quantities(self) -> Quantities:
         """The contribution of each head."""
-        description = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
+        description = f"{_DIRECT_CONTRIBUTION} (before any cap), above the mean over the vocabulary"
         token_quantities = {
-            "next_token_logit": Quantity(("head", "segment"), "logits", description, "difference")
+            "next_token_logit": Quantity(
+                HEAD_AND_SEGMENT, "logits", description, compared="difference"
+            )
         }
         quantities = means_of(token_quantities, "tokens")
         if self.per_query:
@@ -135,8 +139,8 @@ class DirectLogits(_Logits):
     def captures(self) -> Sequence[str]:
         """Each head's output before W_O, and the input of a norm after attention."""
         if self.norms:
-            return (_Z, NORM_INPUT)
-        return (_Z,)
+            return (_Z_HOOK, NORM_INPUT)
+        return (_Z_HOOK,)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Store the product of each head's update with the direction of the next token.
@@ -144,9 +148,8 @@ class DirectLogits(_Logits):
         It is not yet divided by the scale of the final norm.
         """
         w_o = in_working_dtype(self.weights[captures.layer])
-        z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
-        next_tokens = captures.batch.tokens.roll(-1, 1)
-        direction = self.next_direction(next_tokens, captures.layer)
+        z = captures.by_head(_Z_HOOK, len(w_o)).to(w_o.dtype)
+        direction = self.next_direction(_next_tokens(captures.batch), captures.layer)
         sums["product"] = update_product(z, w_o, direction)
 
         norm = self.norms.get(captures.layer)
@@ -214,9 +217,9 @@ class SegmentLogits(_Logits):
         from_keys = Quantity(
             ("head", "segment", "to_segment"),
             "logits",
-            f"{_ABOUT}, read from the keys of to_segment",
-            "difference",
-            "it depends on the values",
+            f"{_DIRECT_CONTRIBUTION}, read from the keys of to_segment",
+            compared="difference",
+            no_null=DEPENDS_ON_VALUES,
         )
         per_key = replace(from_keys, description=f"{from_keys.description}, per key seen")
         return means_of({"next_token_logit_from": from_keys, "next_token_logit_per_key": per_key})
@@ -230,7 +233,7 @@ class SegmentLogits(_Logits):
         if self.gate is not None:
             hooks.append(self.gate.hook)
         # ``add_captures`` is called after the last hook, so one is needed; z is not read.
-        return hooks or [_Z]
+        return hooks or [_Z_HOOK]
 
     def calibrated(self, model: HookedModel, layers: Layers, prompts: Prompts) -> Analysis:
         """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the
@@ -244,11 +247,11 @@ class SegmentLogits(_Logits):
         calibrated = super().calibrated(model, layers, prompts)
         limit = limit_of(model, "values")
         if limit is None:
-            return replace(calibrated, gate=None)
+            return calibrated
 
         function = gate_of(model)
-        hooks = [f"attn.{name}" for name in GATES]
-        gate_hooks = [hook for hook in hooks if f"blocks.{layers[0]}.{hook}" in model.hook_dict]
+        attention = f"blocks.{layers[0]}.attn"
+        gate_hooks = [f"attn.{name}" for name in GATES if f"{attention}.{name}" in model.hook_dict]
         if function is None or not gate_hooks:
             raise ModelError(
                 f"{model.cfg.model_name}: {limit}, so a key's share of a head's update is not A"
@@ -267,7 +270,7 @@ class SegmentLogits(_Logits):
 
         # The product of a value vector with ``W_O u`` of a query is its contribution there.
         w_o = in_working_dtype(self.weights[rows.layer])
-        next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
+        next_tokens = _next_tokens(rows.batch)[:, rows.queries]
         directions = einsum(
             self.next_direction(next_tokens, rows.layer),
             w_o,
@@ -285,7 +288,7 @@ class SegmentLogits(_Logits):
         segment_values = members[..., None] * values[:, :, None]
         segment_z = rows.pattern.to(values.dtype)[:, :, None] @ segment_values
         channel_logits = segment_z * directions[:, :, None]
-        if "by_channel" not in sums:
+        if rows.is_first_block:  # ``start`` does not know d_head
             d_head = values.shape[-1]
             sums["by_channel"] = values.new_zeros(*sums["from_keys"].shape, d_head)
         sums["by_channel"][:, :, rows.queries] = channel_logits.transpose(2, 3)
@@ -305,7 +308,7 @@ class SegmentLogits(_Logits):
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over those queries of each segment that have a next token."""
         scale = sums["scale"]
-        if "norm_scale" in sums:
+        if self.norms:  # a model has one in each measured layer, or none
             scale = scale * sums["norm_scale"]
         from_keys = sums["from_keys"] / scale[..., None]
         has_next = _has_next(batch)[:, None]
@@ -334,6 +337,11 @@ class _Gate:
 
     hook: str  # within the block
     function: Callable[[Tensor], Tensor]  # from the value at the hook to the gate
+
+
+def _next_tokens(batch: Batch) -> Tokens:
+    """The token after each; arbitrary for those that :func:`_has_next` leaves out."""
+    return batch.tokens.roll(-1, 1)
 
 
 def _has_next(batch: Batch) -> Marked:

@@ -61,7 +61,7 @@ _PER_TOKEN = {
     "variance": Quantity(_DIMS, "activation squared", "variance of act over the channels"),
     "kurtosis": Quantity(_DIMS, "ratio", "kurtosis of act over the channels; 3 if normal"),
     "token_change": Quantity(
-        _DIMS, "share", "|act - act in the baseline| / |act in the baseline|", "difference"
+        _DIMS, "share", "|act - act in the baseline| / |act in the baseline|", compared="difference"
     ),
 }
 _OF_QUESTIONS = {
@@ -76,14 +76,14 @@ _OF_QUESTIONS = {
         "activation squared",
         "sum over the question's tokens of <change, change in the other condition>, from the"
         " baseline",
-        "difference",
+        compared="difference",
     ),
     "change_within": Quantity(
         ("other_condition",),
         "activation squared",
         "sum of squared changes of the question's tokens, over the entries that the other condition"
         " changes",
-        "difference",
+        compared="difference",
     ),
 }
 _CALIBRATION_PROBLEMS = 16  # generated for calibration by default
@@ -154,10 +154,10 @@ class MlpActivations(AnalysisBase):
         options = {"rule": self.rule, "value": self.value, "thresholds": thresholds}
         if self.rule == "absolute":
             return options
-        if self.calibration is None:
-            calibration = f"{_CALIBRATION_PROBLEMS} generated word problems"
-            return {**options, "calibration": calibration}
-        return {**options, "calibration": [prompt.id for prompt in as_prompts(self.calibration)]}
+        calibration: object = f"{_CALIBRATION_PROBLEMS} generated word problems"
+        if self.calibration is not None:
+            calibration = [prompt.id for prompt in as_prompts(self.calibration)]
+        return {**options, "calibration": calibration}
 
     @property
     def coords(self) -> Coords:

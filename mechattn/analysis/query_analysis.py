@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    HEAD_AND_SEGMENT,
     AnalysisBase,
     AttentionRows,
     Quantities,
@@ -58,7 +59,7 @@ class QueryAnalysis(AnalysisBase):
     def quantities(self) -> Quantities:
         """Means over the queries of each segment."""
         query_quantities = {
-            name: Quantity(("head", "segment"), units, description)
+            name: Quantity(HEAD_AND_SEGMENT, units, description)
             for name, (units, description) in self.numbers.items()
         }
         quantities = means_of(query_quantities)
@@ -90,8 +91,9 @@ class QueryAnalysis(AnalysisBase):
         for name, number in block_numbers.items():
             if isinstance(number, tuple):
                 values, is_defined = number
+                # Before masked_fill, which would broadcast a wrong shape.
                 self._check_shape(name, is_defined, rows)
-                self._check_shape(name, values, rows)  # first, since masked_fill broadcasts
+                self._check_shape(name, values, rows)
                 undefined = ~is_defined.bool()
                 sums[_mask_name(name)][..., rows.queries] = undefined
                 values = values.masked_fill(undefined, 0)

@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    DEPENDS_ON_VALUES,
+    HEAD_AND_SEGMENT,
     AnalysisBase,
     AttentionRows,
     Quantities,
@@ -36,7 +38,6 @@ from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right, pa
 Queries = Literal["original", "all", "question", "answer"]
 KeyWeights = Float[Tensor, "batch segment key"]  # the weight of each key in a segment's mean
 DILUTION = "_dilution"  # ends the name of a quantity's dilution null
-_DIMS = ("head", "segment")
 _BY_SEGMENT = {
     "received_by_segment": "received attention, mean over the keys of the segment",
     "mass_by_segment": (
@@ -80,6 +81,11 @@ class ReceivedAttention(AnalysisBase):
         check_choice(Queries, queries=self.queries)
 
     @property
+    def _has_dilution(self) -> bool:
+        """Whether there is a dilution null; inserted queries have no row in the baseline."""
+        return self.queries != "all"
+
+    @property
     def quantities(self) -> Quantities:
         """Received attention per key and per segment, the mass of each segment, and the dilution
         null of both."""
@@ -89,10 +95,10 @@ class ReceivedAttention(AnalysisBase):
         quantities = {"received": Quantity(("head", "key"), "probability", per_key)}
 
         for name, description in _BY_SEGMENT.items():
-            quantities[name] = Quantity(_DIMS, "probability", description)
-            if self.queries != "all":  # inserted queries have no row in the baseline
+            quantities[name] = Quantity(HEAD_AND_SEGMENT, "probability", description)
+            if self._has_dilution:
                 quantities[name + DILUTION] = Quantity(
-                    _DIMS,
+                    HEAD_AND_SEGMENT,
                     "probability",
                     f"{description}, if the original tokens kept their attention to each other",
                     no_null="it is a null",
@@ -117,7 +123,7 @@ class ReceivedAttention(AnalysisBase):
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero column sums, self-attention, and sums over groups of keys."""
         sums = zeros(batch, heads, "column_sums", "own")
-        if self.queries != "all":
+        if self._has_dilution:
             sums["group_masses"] = zeros_of_rows(batch, _GROUPS, heads, batch.tokens.shape[1])
         return sums
 
@@ -128,7 +134,7 @@ class ReceivedAttention(AnalysisBase):
         sums["column_sums"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
         own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
         sums["own"][..., rows.queries] = own
-        if "group_masses" in sums:
+        if self._has_dilution:
             groups = _key_groups(self, rows.batch, rows.window)[..., rows.keys]
             sums["group_masses"][..., rows.queries] = masses_of_rows(rows.pattern, groups)
 
@@ -137,7 +143,7 @@ class ReceivedAttention(AnalysisBase):
         counted = _counted(self.queries, whole.batch)[..., None].to(sums["column_sums"].dtype)
         sums["column_sums"] += whole.fused.column_sums(counted)[..., 0]
         sums["own"] += whole.fused.own
-        if "group_masses" in sums:
+        if self._has_dilution:
             groups = _key_groups(self, whole.batch, whole.window)
             group_masses = whole.fused.query_sums(groups.mT)
             sums["group_masses"] += rearrange(
@@ -158,7 +164,7 @@ class ReceivedAttention(AnalysisBase):
             "received_by_segment": received @ segment_weights.mT,
             "mass_by_segment": column_sums @ mass_weights.mT,
         }
-        if "group_masses" in sums:
+        if self._has_dilution:
             values |= _diluted(self, sums, batch, window, values)
         return values
 
@@ -192,7 +198,7 @@ class SegmentFlow(AnalysisBase):
             dims,
             "share",
             "sum over keys of to_segment of A |v|, divided by the sum over all keys",
-            no_null="it depends on the values",
+            no_null=DEPENDS_ON_VALUES,
         )
         return means_of({"flow": flow, "value_flow": value_flow})
 
@@ -226,8 +232,7 @@ class SegmentFlow(AnalysisBase):
         They are NaN for a segment without tokens; the flow of values is also NaN without values.
         """
         query_counts = self._query_members(batch).sum(-1)[:, None, :, None]
-        has_keys = batch.members().any(-1)
-        is_empty = ~has_keys[:, None, None, :]
+        is_empty = ~batch.members().any(-1)[:, None, None]
         # The shares of a query add up to 1, so all are 0 only if the model gives no values.
         without_values = ~sums["value_flow"].any()
         flow = sums["flow"] / query_counts  # 0 / 0 is NaN for a segment without queries
@@ -293,8 +298,8 @@ class AttentionMap(AnalysisBase):
         """The maps; NaN beyond the end of a sequence."""
         positions = torch.arange(self.max_tokens, device=batch.lengths.device)
         inside = positions < batch.lengths[:, None]
-        pattern = sums["pattern"].masked_fill(~inside[:, None, None, :], torch.nan)
-        return {"pattern": nan_outside(pattern, inside[:, :, None])}
+        is_pair = inside[:, :, None] & inside[:, None]
+        return {"pattern": nan_outside(sums["pattern"], is_pair)}
 
 
 @lru_cache(maxsize=4)  # the layers and blocks of a batch share it, and the weights below
@@ -324,13 +329,13 @@ def _weights(
         is_key[:, 0] = False
 
     query_counts = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
-    # 1 divided by the number of queries that see the key.
-    key_weights = fn.received_attention(torch.ones_like(query_counts)[:, None], query_counts)
-    key_weights = nan_outside(key_weights, is_key)
+    is_seen = is_key & (query_counts > 0)
+    key_weights = nan_outside(1 / query_counts[:, None], is_seen)
 
     members = batch.members() & is_key[:, None]
-    seen_members = members & ~key_weights.isnan()  # at least one counted query sees them
+    seen_members = members & is_seen[:, None]
     segment_weights = seen_members * key_weights.nan_to_num()
+    # 0 / 0 is NaN for a segment without keys.
     segment_weights = segment_weights / seen_members.sum(-1, keepdim=True)
     mass_weights = members / members.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
     return key_weights, segment_weights, mass_weights
@@ -382,8 +387,8 @@ def _diluted(
     received, mass = diluted.chunk(2, -1)
     if not analysis.include_self:
         own = remaining * sums["own"][baseline, :, :original_count]
-        _, segment_weights, _ = _weights(analysis, batch, window)
-        baseline_weights = segment_weights[baseline, :, :original_count].nan_to_num()
+        segment_weights = _key_groups(analysis, batch, window)[:, : len(SEGMENTS)]
+        baseline_weights = segment_weights[baseline, :, :original_count]
         received = received - own @ baseline_weights.mT
 
     # The rows of the baseline do not apply to a counterpart, which has other tokens.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mechattn.analysis.analysis import (
+    HEAD_AND_SEGMENT,
     Analysis,
     AnalysisBase,
     Captures,
@@ -73,15 +74,16 @@ class ScoreDecomposition(AnalysisBase):
     @property
     def quantities(self) -> Quantities:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
-        dims = ("head", "segment")
         parts = {}
         shares = {}
         key_trends = {}
         for name, formula in _FORMULAS.items():
             part_words = f"{formula}, of the target, centred over the keys that the query sees"
-            parts[name] = Quantity(dims, "logits", part_words, "difference")
+            parts[name] = Quantity(HEAD_AND_SEGMENT, "logits", part_words, compared="difference")
             share_words = f"|{name}| / sum of |parts|, of the target, centred likewise"
-            shares[f"{name}_share"] = Quantity(dims, "share", share_words, "difference")
+            shares[f"{name}_share"] = Quantity(
+                HEAD_AND_SEGMENT, "share", share_words, compared="difference"
+            )
             if name != "content":
                 key_words = f"{formula}, not centred: only its trend matters"
                 key_trends[f"{name}_of_key"] = Quantity(("head", "key"), "logits", key_words)
@@ -124,19 +126,17 @@ class ScoreDecomposition(AnalysisBase):
         layer_scores = self.scores[captures.layer]
         q = captures.by_head(Q_HOOK, len(layer_scores.b_q))
         k = captures.by_head(K_HOOK, len(layer_scores.b_k))
-        length = q.shape[1]
-        for start in range(0, length, BLOCK):
-            block = slice(start, min(start + BLOCK, length))
-            queries = torch.arange(block.start, block.stop, device=q.device)
+        for queries in captures.batch.positions.split(BLOCK):
             visible = seen_keys(captures.batch, queries, captures.window)[:, None]
-            content, bias, alibi, rest = layer_scores.parts(q[:, block], k)
+            content, bias, alibi, rest = layer_scores.parts(q[:, queries], k)
 
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
-            sums["target"][..., block] = target.float()
+            sums["target"][..., queries] = target.float()
 
-            for name, part in (("content", content), ("bias", bias), ("alibi", alibi)):
+            parts = {"content": content, "bias": bias, "alibi": alibi}
+            for name, part in parts.items():
                 centred_part = centred(part.expand(len(q), -1, -1, -1), visible)
-                sums[name][..., block] = centred_part.gather(-1, target[..., None])[..., 0]
+                sums[name][..., queries] = centred_part.gather(-1, target[..., None])[..., 0]
 
             # These do not depend on the queries, so they are the same in every block.
             sums["bias_of_key"][:] = bias[:, :, 0]

@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
+    DEPENDS_ON_VALUES,
+    HEAD_AND_SEGMENT,
     Analysis,
     AnalysisBase,
     AttentionRows,
@@ -43,24 +45,29 @@ from mechattn.prompts.token_sequences import Batch
 # The edges of the bins: four per decade from 0.0001 to 100, and steps of 0.05 from −1 to 1.
 _MAGNITUDE_EDGES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))
 _ORIENTATION_EDGES = tuple(round(i / 20 - 1, 2) for i in range(41))
-_NO_NULL = "it depends on the values"
 BEFORE_NORM = "_before_norm"  # suffix of quantities of updates before a norm that follows attention
 _AFTER_NORM_WORDS = ", after the norm that follows attention (its scale is shared by the heads)"
 _BEFORE_NORM_WORDS = (
     ", before the norm that follows attention, so not what reaches the residual stream"
 )
-_DIMS = ("head", "segment")
 _DIRECTIONS = {
-    "magnitude": Quantity(_DIMS, "ratio", "|update| / |resid_pre|"),
+    "magnitude": Quantity(HEAD_AND_SEGMENT, "ratio", "|update| / |resid_pre|"),
     # May be 0, so conditions are compared by their difference.
-    "orientation": Quantity(_DIMS, "cosine", "cosine of update and resid_pre", "difference"),
+    "orientation": Quantity(
+        HEAD_AND_SEGMENT, "cosine", "cosine of update and resid_pre", compared="difference"
+    ),
 }
 _COMPONENTS = {
     "parallel": Quantity(
-        _DIMS, "ratio", "part of the update along resid_pre, signed, / |resid_pre|", "difference"
+        HEAD_AND_SEGMENT,
+        "ratio",
+        "part of the update along resid_pre, signed, / |resid_pre|",
+        compared="difference",
     ),
-    "orthogonal": Quantity(_DIMS, "ratio", "|part of the update across resid_pre| / |resid_pre|"),
-    "update_norm": Quantity(_DIMS, "residual norm", "|update|"),
+    "orthogonal": Quantity(
+        HEAD_AND_SEGMENT, "ratio", "|part of the update across resid_pre| / |resid_pre|"
+    ),
+    "update_norm": Quantity(HEAD_AND_SEGMENT, "residual norm", "|update|"),
 }
 _COUNTS = {
     "magnitude_counts": Quantity(
@@ -179,13 +186,13 @@ class _Updates(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments, and counts in bins."""
-        per_token: Values = {}
-        for suffix in ("", BEFORE_NORM):
-            if "update_norm" + suffix in sums:
-                token_values = _per_token(
-                    sums["update_norm" + suffix], sums["product" + suffix], sums["stream_norm"]
-                )
-                per_token |= {name + suffix: value for name, value in token_values.items()}
+        stream_norm = sums["stream_norm"]
+        per_token = _per_token(sums["update_norm"], sums["product"], stream_norm)
+        if self._has_norm:
+            update_norm = sums["update_norm" + BEFORE_NORM]
+            token_values = _per_token(update_norm, sums["product" + BEFORE_NORM], stream_norm)
+            for name, value in token_values.items():
+                per_token[name + BEFORE_NORM] = value
 
         values = means_by_segment(per_token, batch)
         if self.per_query:
@@ -256,7 +263,7 @@ class TopTargetUpdates(_Updates):
         channel_index = target[..., None].expand(*target.shape, v.shape[-1])
         z = v.gather(2, channel_index) * largest[..., None]
 
-        if "z" not in sums:
+        if rows.is_first_block:  # ``start`` does not know d_head
             batch, heads, _, d_head = z.shape
             length = rows.batch.tokens.shape[1]
             sums["z"] = z.new_zeros(batch, length, heads, d_head)
@@ -282,7 +289,7 @@ class _LayerWeights:
 def _with_words(quantities: Quantities, words: str) -> dict[str, Quantity]:
     """The quantities with these words after their descriptions, and without a null."""
     return {
-        name: replace(quantity, description=quantity.description + words, no_null=_NO_NULL)
+        name: replace(quantity, description=quantity.description + words, no_null=DEPENDS_ON_VALUES)
         for name, quantity in quantities.items()
     }
 

@@ -16,7 +16,7 @@ from mechattn.engine.pending_sums import PendingSums
 from mechattn.engine.placed_batch import PairedLayer, paired_layer
 from mechattn.errors import ModelError
 from mechattn.functional.activations import minimum_of
-from mechattn.functional.attention import Rows, Stream
+from mechattn.functional.attention import Attention, Rows, Stream
 from mechattn.functional.fused import Fused
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 
@@ -49,6 +49,7 @@ class RowReceiver:
 
     def see_rows(self, layer: int, rows: Rows) -> None:
         """Add a block of query rows to the sums; the next block reuses its memory."""
+        attention = rows.attention
         if self.row_receivers:
             block = AttentionRows(
                 layer=layer,
@@ -57,8 +58,8 @@ class RowReceiver:
                 keys=rows.keys,
                 batch=self.batch.layer_batches[layer],
                 window=self.batch.windows[layer],
-                v=getattr(rows.attention, "v", None),
-                attention=rows.attention,
+                v=None if attention is None else attention.v,
+                queries_and_keys=attention if isinstance(attention, Attention) else None,
             )
             for number, analysis in self.row_receivers:
                 analysis.add(self.pending.state_of(number, layer).sums, block)
@@ -68,7 +69,7 @@ class RowReceiver:
                 # At the layer's first block.
                 pairs = self.batch.layer_pairs(layer)
                 window = self.batch.windows[layer]
-                self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
+                self.paired_layers[layer] = paired_layer(layer, attention, pairs, window)
             paired_rows = self.paired_layers[layer].rows(rows)
             for number, analysis in self.pair_receivers:
                 analysis.add_pairs(self.pending.state_of(number, layer).sums, paired_rows)

@@ -144,7 +144,7 @@ class Insertion(ABC):
                 return model.tokenizer(" ." * self.count, add_special_tokens=False)["input_ids"]
     """
 
-    count: int | None = None
+    count: int | None = None  # None if the prompt or a text decides, as in ``Text``
     place: Place = "before_question"
     own_line: bool = False
     _repr_html_ = fields_table
@@ -301,7 +301,6 @@ class Text(Insertion):
             raise OptionError(
                 f"place={self.place!r} and after={self.after!r}: give only one of the two"
             )
-
         check_choice(Place, place=self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -346,7 +345,17 @@ class RepeatedWord(Insertion):
 
 
 @dataclass(frozen=True)
-class RandomTokens(Insertion):
+class _Drawn(Insertion):
+    """Base class of conditions whose filler is drawn for each prompt."""
+
+    count: int = 55
+    place: Place = "before_question"
+    draw: int = 0
+    own_line: bool = False
+
+
+@dataclass(frozen=True)
+class RandomTokens(_Drawn):
     """Insert ordinary tokens, drawn uniformly from the vocabulary for each prompt.
 
     Such filler has neither a meaning nor a pattern that is repeated.
@@ -358,11 +367,6 @@ class RandomTokens(Insertion):
         own_line: As for :class:`MeaninglessTokens`.
     """
 
-    count: int = 55
-    place: Place = "before_question"
-    draw: int = 0
-    own_line: bool = False
-
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the drawn tokens."""
         generator = random.Random(f"tokens {seed} {prompt.id} {self.draw}")
@@ -372,7 +376,7 @@ class RandomTokens(Insertion):
 
 
 @dataclass(frozen=True)
-class RandomSentence(Insertion):
+class RandomSentence(_Drawn):
     """Insert grammatical sentences that are unrelated to the question, ``count`` tokens in all.
 
     Each prompt gets different sentences. arXiv:2510.01032 has such a control, but does not publish
@@ -388,10 +392,6 @@ class RandomSentence(Insertion):
             raises a ``ConditionError``.
     """
 
-    count: int = 55
-    place: Place = "before_question"
-    draw: int = 0
-    own_line: bool = False
     cut: bool = True
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:

@@ -53,12 +53,12 @@ class Counterpart:
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        # The token ids of a single prompt are a list too, but of numbers.
         versions = self.versions
-        is_list = isinstance(versions, (list, tuple)) and not any(
-            isinstance(version, int) for version in versions
-        )
-        if versions is not None and not is_list and not isinstance(versions, Mapping):
+        if versions is None or isinstance(versions, Mapping):
+            return
+        # The token ids of a single prompt are a list too, but of numbers.
+        is_list = isinstance(versions, (list, tuple))
+        if not is_list or any(isinstance(version, int) for version in versions):
             raise OptionError(
                 f"versions={versions!r}: give a list with a version of each prompt, or a"
                 " mapping from the prompts' ids to versions"
@@ -70,7 +70,7 @@ class Counterpart:
         if isinstance(version, str):
             other_prompt = replace(prompt, question=version)
         else:
-            other_prompt = replace(prompt, tokens=tuple(version))
+            other_prompt = replace(prompt, tokens=version)
 
         own_sequence = tokenize(prompt, model)
         other_sequence = tokenize(other_prompt, model)

@@ -28,7 +28,7 @@ _SHIPPED_FILES = {
 }
 _MORE_TOY_QUESTIONS = "experiments/toys/generated_problems.py makes others"
 # Where to find more questions than those that come with the package.
-_MORE = {
+_MORE_QUESTIONS = {
     GSM8K: 'the dataset "openai/gsm8k" on the hub has others',
     WORD_PROBLEMS: _MORE_TOY_QUESTIONS,
     RECALL: _MORE_TOY_QUESTIONS,
@@ -145,21 +145,22 @@ def _shipped_rows(source: str, split: str, limit: int, seed: int) -> list[dict[s
     if split != "test":
         raise OptionError(
             f"split={split!r}: the questions that come with the package are all of the split "
-            f'"test"; {_MORE[source]}'
+            f'"test"; {_MORE_QUESTIONS[source]}'
         )
 
     questions_by_seed = _shipped_questions(source)
     if seed not in questions_by_seed:
+        seeds = ", ".join(map(str, questions_by_seed))
         raise OptionError(
-            f"seed={seed}: the package has {source!r} questions for each of these seeds:"
-            f" {', '.join(map(str, questions_by_seed))}; {_MORE[source]}"
+            f"seed={seed}: the package has {source!r} questions for each of these seeds: {seeds};"
+            f" {_MORE_QUESTIONS[source]}"
         )
 
     questions = questions_by_seed[seed]
     if limit > len(questions):
         raise OptionError(
             f"limit={limit}: the package has {len(questions)} {source!r} questions with"
-            f" seed={seed} ({_MORE[source]})"
+            f" seed={seed} ({_MORE_QUESTIONS[source]})"
         )
 
     return questions[:limit]
@@ -188,7 +189,8 @@ def _stored_rows(source: str, split: str, limit: int | None) -> list[dict[str, A
         )
 
     name, colon, subset = source.partition(":")
-    is_hub_name = may_be_on_hub(name) and (not colon or re.fullmatch(r"\w[\w.-]*", subset))
+    is_subset_name = not colon or re.fullmatch(r"\w[\w.-]*", subset)
+    is_hub_name = may_be_on_hub(name) and is_subset_name
     if suffix in (".jsonl", ".json") or os.path.exists(source) or not is_hub_name:
         return _file_rows(Path(source), limit)
     return _hub_rows(name, subset or None, split, limit)

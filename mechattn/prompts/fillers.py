@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_left, bisect_right
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
         most *= 2  # a token may hold several repetitions
 
     # Usually each repetition makes the text longer, but a merge may shorten it by a token or two.
-    # The next repetitions are therefore tried too.
+    # The next three numbers of repetitions are therefore tried too.
     fewest = bisect_left(range(1, most), count, key=lambda number: len(encode(number))) + 1
     for repetitions in range(fewest, fewest + 4):
         tokens = encode(repetitions)
@@ -50,8 +51,9 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
             return tokens
 
     pieces = [tokenizer.decode([token]) for token in encode(2)]
-    near_counts = sorted({len(encode(max(1, fewest - 1))), len(encode(fewest))})
-    counts_in_words = " or ".join(map(str, near_counts))
+    near_repetitions = (max(1, fewest - 1), fewest)
+    near_counts = {len(encode(repetitions)) for repetitions in near_repetitions}
+    counts_in_words = " or ".join(map(str, sorted(near_counts)))
     raise ConditionError(
         f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them,"
         f" separated by {separator!r}, become {pieces}. Use count={counts_in_words}"
@@ -69,14 +71,12 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int, own_lin
     Raises:
         ConditionError: No count within ten of ``count`` can be reached.
     """
-    # The larger of two equally near counts comes first.
-    near_counts = range(count + _FURTHEST_COUNT, count - _FURTHEST_COUNT - 1, -1)
-    for near_count in sorted(near_counts, key=lambda number: abs(number - count)):
-        try:
-            repeated(tokenizer, text, separator, near_count - int(own_line))
-        except ConditionError:
-            continue
-        return near_count
+    break_count = 1 if own_line else 0
+    for distance in range(_FURTHEST_COUNT + 1):
+        for near_count in (count + distance, count - distance):
+            with suppress(ConditionError):
+                repeated(tokenizer, text, separator, near_count - break_count)
+                return near_count
 
     raise ConditionError(
         f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another"
@@ -161,8 +161,7 @@ def position_of(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int
         ConditionError: The prompt has too few question tokens for this place.
     """
     if place == "start":
-        has_bos = sequence.first_part == "bos"
-        return int(has_bos)
+        return 1 if sequence.first_part == "bos" else 0
     if place == "before_answer":
         answer_positions = sequence.of_part("answer").nonzero().flatten().tolist()
         return answer_positions[0] if answer_positions else len(sequence)

@@ -44,10 +44,8 @@ def repeated_random(
 ) -> list[Prompt]:
     """Make prompts in which a random span of ordinary tokens occurs twice or more.
 
-    Each prompt has its own span.
-
-    No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier
-    copy of the span.
+    Each prompt has its own span. No token occurs twice within a span, so an
+    earlier occurrence of a token is always in an earlier copy of the span.
 
     Args:
         model: The model whose vocabulary tokens are drawn from. A BOS token comes first if the
@@ -178,9 +176,7 @@ def _distinct_tokens(model: TokenizedModel, count: int, generator: random.Random
 def _bos(model: TokenizedModel) -> list[int]:
     """The BOS token before a prompt; empty if the model uses none."""
     bos = own_bos(model)
-    if bos is None:
-        return []
-    return [bos]
+    return [] if bos is None else [bos]
 
 
 def _with_other_order(
@@ -251,7 +247,8 @@ def _of_commonest_length(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prom
     """The prompts that have the commonest number of tokens with their answers."""
     by_length = defaultdict(list)
     for prompt in prompts:
-        by_length[len(tokenizer(prompt.question + prompt.answer)["input_ids"])].append(prompt)
+        token_ids = tokenizer(prompt.question + prompt.answer)["input_ids"]
+        by_length[len(token_ids)].append(prompt)
     return max(by_length.values(), key=len)
 
 
@@ -262,7 +259,7 @@ def _of_commonest_size(tokenizer: Any, words: Sequence[str]) -> list[str]:
         PromptError: They are too few; the message lists the others.
     """
     sizes = {word.strip(): len(tokens_of(tokenizer, word)) for word in words}
-    commonest_size = Counter(sizes.values()).most_common(1)[0][0]
+    commonest_size, _ = Counter(sizes.values()).most_common(1)[0]
     usable = [word for word, size in sizes.items() if size == commonest_size]
     if len(usable) < _FEWEST_WORDS:
         unusable = [f"{word!r} ({size})" for word, size in sizes.items() if size != commonest_size]

@@ -119,6 +119,13 @@ class Prompt:
                     f" printed: {name!r}"
                 )
 
+        # A list or numpy's integers would make another prompt of the same ids: prompts are
+        # identified by their repr.
+        for name in ("tokens", "answer_tokens", "counterpart", "other_answer"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                object.__setattr__(self, name, tuple(map(int, value)))
+
     @property
     def where(self) -> str:
         """The id and the beginning of the question, for messages."""
@@ -189,7 +196,9 @@ def likeness_of(prompts: Sequence[Prompt]) -> str:
     sizes: Counter[str] = Counter()  # the number of prompts of each template
     for prompt in prompts:
         template = _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip()
-        sizes[template or " ".join(map(str, prompt.tokens))] += 1
+        if not template:  # a prompt of token ids
+            template = " ".join(map(str, prompt.tokens))
+        sizes[template] += 1
     if len(sizes) > len(prompts) / 2:
         return ""
 
@@ -229,7 +238,8 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
             f"input_ids has rows of {lengths} tokens, but attention_mask rows of {mask_lengths};"
             " give them as the tokenizer returned them"
         )
-    return _from_rows(map(compress, rows, masks))
+    unpadded_rows = map(compress, rows, masks)
+    return _from_rows(unpadded_rows)
 
 
 def _from_tensor(tokens: Tensor) -> list[Prompt]:

@@ -37,8 +37,10 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     if not options:
         raise OptionError("give at least one option to vary, such as count=[10, 25]")
     if isinstance(condition, Variant):
-        swept = sweep(condition.condition, **options)
-        return {name: replace(condition, condition=inner) for name, inner in swept.items()}
+        return {
+            name: replace(condition, condition=inner_condition)
+            for name, inner_condition in sweep(condition.condition, **options).items()
+        }
     for name, values in options.items():
         if name not in getattr(condition, "__dataclass_fields__", {}):
             raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary")
@@ -50,7 +52,8 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
         settings = dict(zip(options, combination, strict=True))
         if settings.get("count") == 0:
             continue
-        name = ", ".join(f"{option}={_printable(value)}" for option, value in settings.items())
+        phrases = [f"{option}={_printable(value)}" for option, value in settings.items()]
+        name = ", ".join(phrases)
         if name in conditions:
             raise OptionError(f"there are two conditions {name!r}; give each value once")
         conditions[name] = replace(condition, **settings)  # type: ignore[type-var]

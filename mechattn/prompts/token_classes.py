@@ -24,8 +24,7 @@ def token_class(text: str) -> str:
     "conjunction".
     """
     word = text.replace("▁", " ").strip()
-    is_numeric = all(character.isnumeric() or character in ".," for character in word)
-    if is_numeric and any(character.isnumeric() for character in word):
+    if word.replace(".", "").replace(",", "").isnumeric():
         return "digit"
     if _OPERATOR.fullmatch(word):
         return "operator"

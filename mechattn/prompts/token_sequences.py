@@ -139,11 +139,11 @@ class TokenSequence:
 
     def _counts_in_words(self) -> str:
         """How many tokens there are, and how many are inserted or changed."""
-        inserted = int(self.inserted.sum())
+        inserted_count = int(self.inserted.sum())
         if not self.counterpart:
-            return f"{len(self)} tokens, {inserted} inserted"
-        changed = int(self.of_segment("changed").sum())
-        return f"{len(self)} tokens, {inserted} without a partner, {changed} changed"
+            return f"{len(self)} tokens, {inserted_count} inserted"
+        changed_count = int(self.of_segment("changed").sum())
+        return f"{len(self)} tokens, {inserted_count} without a partner, {changed_count} changed"
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
@@ -265,7 +265,7 @@ class Batch:
         origin: The origin of each token, as in ``TokenSequence``; −2 for padding.
         segment: The segment of each token, as in ``TokenSequence``; −2 for padding.
         lengths: The number of tokens in each row, without padding.
-        rows: The prompt and the condition of each row.
+        rows: For each row the index of its prompt and the name of its condition.
         edge_mask: The cut attention edges; None for none.
         edge_mask_layers: The layers in which each row's edges are cut, where None means all; see
             :meth:`as_read_by`.
@@ -354,7 +354,7 @@ def inserted_span(batch: Batch) -> tuple[int, int]:
     Both are 0 if no token is inserted.
     """
     inserted_positions = batch.inserted.any(0).nonzero()
-    if not len(inserted_positions):
+    if len(inserted_positions) == 0:
         return 0, 0
     return int(inserted_positions[0]), int(inserted_positions[-1]) + 1
 
@@ -362,7 +362,9 @@ def inserted_span(batch: Batch) -> tuple[int, int]:
 def edges_to_cut(sequence: TokenSequence) -> CutEdges:
     """The cut edges of a sequence, without queries and keys if it has none."""
     no_token = torch.zeros(len(sequence), dtype=torch.bool)
-    return sequence.cut_edges or CutEdges(no_token, no_token)
+    if sequence.cut_edges is None:
+        return CutEdges(no_token, no_token)
+    return sequence.cut_edges
 
 
 def pad_right(
@@ -376,7 +378,7 @@ def pad_right(
 
     edge_mask = None
     cuts = [edges_to_cut(sequence) for sequence in sequences]
-    if any(sequence.cut_edges for sequence in sequences):
+    if any(sequence.cut_edges is not None for sequence in sequences):
         edge_mask = EdgeMask(
             queries=pad_sequence([cut.queries for cut in cuts], batch_first=True),
             keys=pad_sequence([cut.keys for cut in cuts], batch_first=True),
@@ -423,38 +425,41 @@ class Pairs:
     reach: tuple[int, ...]
 
 
+def baseline_rows(batch: Batch) -> list[int]:
+    """For each row of a batch, the row of its prompt's baseline, which the batch must hold."""
+    row_of_prompt = {
+        prompt: row for row, (prompt, condition) in enumerate(batch.rows) if condition == BASELINE
+    }
+    return [row_of_prompt[prompt] for prompt, _ in batch.rows]
+
+
 # Cached for all blocks of queries and all layers, since each call waits for the GPU. With several
 # GPUs there is a copy of the batch on each.
 @lru_cache(maxsize=8)
 def pairs_of(batch: Batch) -> Pairs:
     """The pairs of a batch, which must hold the baseline of each of its prompts."""
-    baseline_of_prompt = {
-        prompt: row for row, (prompt, condition) in enumerate(batch.rows) if condition == BASELINE
-    }
-    baseline = torch.tensor([baseline_of_prompt[prompt] for prompt, _ in batch.rows])
-
     # The position of each original token in a row is the inverse of ``origin``.
     origin = batch.origin.cpu()
     is_original = origin >= 0
-    largest_count = int(is_original.sum(-1).max())
-    place = torch.zeros(len(batch.rows), largest_count, dtype=torch.long)
-    original = torch.zeros_like(place, dtype=torch.bool)
-    pair, position = is_original.nonzero(as_tuple=True)
-    place[pair, origin[pair, position]] = position
-    original[pair, origin[pair, position]] = True
-    segment = batch.segment.cpu().gather(1, place)
-    segment = segment.masked_fill(~original, PADDING)
     counts_up_to = is_original.cumsum(-1)
     reach = tuple(counts_up_to.amax(0).tolist())
+    place = torch.zeros(len(batch.rows), reach[-1], dtype=torch.long)  # as many as any row has
+    original = torch.zeros_like(place, dtype=torch.bool)
+    pair, position = is_original.nonzero(as_tuple=True)
+    original_index = origin[pair, position]
+    place[pair, original_index] = position
+    original[pair, original_index] = True
+    segment = batch.segment.cpu().gather(1, place)
+    segment = segment.masked_fill(~original, PADDING)
 
     device = batch.tokens.device
     return Pairs(
-        batch,
-        baseline.to(device),
-        place.to(device),
-        original.to(device),
-        segment.to(device),
-        reach,
+        batch=batch,
+        baseline=torch.tensor(baseline_rows(batch), device=device),
+        place=place.to(device),
+        original=original.to(device),
+        segment=segment.to(device),
+        reach=reach,
     )
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -15,8 +15,6 @@ from mechattn.errors import ModelError, PromptError, warn
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence, baseline_sequence
 
-Span = tuple[str, int, int]  # segment, first character, character after the last
-
 # A chat template is rendered a second time with these slots in place of the prompt's texts, to see
 # where the texts are. A search for the texts themselves would fail if the template contains them
 # too, as with the question "assistant". The slots are private-use characters, which prompts hardly
@@ -24,6 +22,14 @@ Span = tuple[str, int, int]  # segment, first character, character after the las
 _SYSTEM_SLOT = "\ue000\ue001"
 _QUESTION_SLOT = "\ue000\ue002"
 _SLOT = re.compile(f"({_SYSTEM_SLOT}|{_QUESTION_SLOT})")
+
+
+class Span(NamedTuple):
+    """The characters of a text that belong to a segment."""
+
+    segment: str
+    start: int
+    stop: int
 
 
 @runtime_checkable
@@ -68,7 +74,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     else:
         text, spans = _plain_text(prompt)
     if prompt.answer:
-        spans.append(("answer", len(text), len(text) + len(prompt.answer)))
+        spans.append(Span("answer", len(text), len(text) + len(prompt.answer)))
         text += prompt.answer
 
     tokens, segments = _tokens_in_spans(prompt, tokenizer, text, spans)
@@ -136,7 +142,7 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
         return
     if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         # One such token may be a real beginning or end, but two are padding.
-        is_padded = (pad, pad) in (tuple(prompt.tokens[:2]), tuple(prompt.tokens[-2:]))
+        is_padded = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
     else:
         is_padded = pad in (prompt.tokens[0], prompt.tokens[-1])
 
@@ -171,8 +177,8 @@ def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) ->
 
 def _opens_chats(tokenizer: Any) -> bool:
     """Whether the chat template writes the BOS token, as in SmolLM2, whose turns begin with it."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return tokenizer.bos_token in str(template) or "bos_token" in str(template)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return tokenizer.bos_token in template or "bos_token" in template
 
 
 def _chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
@@ -248,10 +254,10 @@ def _fill_slots(outline: str, system: str, question: str) -> tuple[str, list[Spa
         start = len(chat)
         if piece == _SYSTEM_SLOT:
             chat += system
-            system_spans.append(("system", start, len(chat)))
+            system_spans.append(Span("system", start, len(chat)))
         elif piece == _QUESTION_SLOT:
             chat += question
-            question_spans.append(("question", start, len(chat)))
+            question_spans.append(Span("question", start, len(chat)))
         else:
             chat += piece
     return chat, system_spans[:1] + question_spans[-1:]
@@ -267,7 +273,7 @@ def _plain_text(prompt: Prompt) -> tuple[str, list[Span]]:
     spans: list[Span] = []
     for segment, part in (("system", prompt.system), ("question", prompt.question)):
         if part:
-            spans.append((segment, len(text), len(text) + len(part)))
+            spans.append(Span(segment, len(text), len(text) + len(part)))
             text += part + ending
     return text, spans
 
@@ -294,11 +300,16 @@ def _tokens_in_spans(
     token_ids: list[int] = []
     segments: list[str] = []
 
-    for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        characters = text[start:end]
-        if characters.strip():
-            start += len(characters) - len(characters.lstrip())
-        segment = next((name for name, begin, stop in spans if begin <= start < stop), "template")
+    for token_id, (start, stop) in zip(
+        encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        characters = text[start:stop]
+        visible_characters = characters.lstrip()
+        position = stop - len(visible_characters) if visible_characters else start
+        segment = "template"  # for characters outside all spans
+        for span in spans:
+            if span.start <= position < span.stop:
+                segment = span.segment
         read_ids = [token_id]
         if token_id in control_tokens and segment in ("system", "question"):
             read_ids = _spelled_out_tokens(prompt, tokenizer, token_id, characters)

@@ -68,11 +68,7 @@ def test_a_run_says_it_once_and_where_it_was_called(toy):
 
 def test_unnamed_prompts_are_numbered_and_names_are_unique():
     made = as_prompts([ma.Prompt("one"), ma.Prompt("two")])
-    assert (
-        [prompt.id for prompt in made]
-        == ["0", "1"]
-        == [prompt.id for prompt in as_prompts(["one", "two"])]
-    )
+    assert [prompt.id for prompt in made] == ["0", "1"]
     with pytest.raises(
         PromptError, match="several prompts have the id 'a'; give every prompt its own"
     ):

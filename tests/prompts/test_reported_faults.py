@@ -83,6 +83,10 @@ def test_what_a_tokenizer_returns_is_read_as_token_ids(toy):
         assert [list(prompt.tokens) for prompt in as_prompts(given)] == expected
 
 
+def test_a_list_of_token_ids_is_kept_as_a_tuple():
+    assert ma.Prompt(tokens=[7]).tokens == (7,)
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
