@@ -42,7 +42,7 @@ from mechattn.patching.plan import patched_row_bytes, rows_within
 from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.results.result import MEMORY, head_named
+from mechattn.results.result import MEMORY, head_name, head_named
 
 
 class Receiver(NamedTuple):
@@ -57,15 +57,21 @@ class HeadPath:
     """A path from a head to a part of another head, or to the logits.
 
     Args:
-        name: The name, such as "L0H1 → L1H0.k".
         sender: The head that writes.
         receiver: The part of a head that reads, with key-value heads for k and v; None for the
             logits.
     """
 
-    name: str
     sender: LayerHead
     receiver: Receiver | None
+
+    @property
+    def name(self) -> str:
+        """The name, such as "L0H1 → L1H0.k"."""
+        end = "logits"
+        if self.receiver is not None:
+            end = f"{head_name(*self.receiver.where)}.{self.receiver.part}"
+        return f"{head_name(*self.sender)} → {end}"
 
 
 @alone
@@ -116,7 +122,8 @@ def paths(
     """
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
     chosen_paths = _paths_in(request.model, between)
-    receiving_layers = [path.receiver.where[0] for path in chosen_paths if path.receiver]
+    receivers = [path.receiver for path in chosen_paths if path.receiver is not None]
+    receiving_layers = [layer for _, (layer, _) in receivers]
     starts = possible_starts(request.model, request.shortest, receiving_layers)
 
     batches = (
@@ -151,21 +158,21 @@ def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
                     " later layer"
                 )
         chosen_paths.append(path)
-    return list(dict.fromkeys(chosen_paths))  # q would count a repeated path twice
+    # The tests would count a repeated path as two.
+    return list(dict.fromkeys(chosen_paths))
 
 
 def _path_of(ends: Any) -> HeadPath:
     """The path between two names, such as "L0H1" and "L1H0.k"."""
     match ends:
         case (str(start), str(end)):
-            name = f"{start} → {end}"
             sender = head_named(start)
-            node, _, part = end.partition(".")
-            head = head_named(node)
+            receiving_head, _, part = end.partition(".")
+            where = head_named(receiving_head)
             if sender is not None and end == "logits":
-                return HeadPath(name, sender, None)
-            if sender is not None and head is not None and part in ("q", "k", "v"):
-                return HeadPath(name, sender, Receiver(part, head))  # type: ignore[arg-type]
+                return HeadPath(sender, None)
+            if sender is not None and where is not None and part in ("q", "k", "v"):
+                return HeadPath(sender, Receiver(part, where))  # type: ignore[arg-type]
     raise OptionError(
         f'{ends!r} is not a path: give a pair such as ("L0H1", "L1H0.k"), which ends in q, k or v'
         ' of a head or in "logits"'
@@ -205,7 +212,8 @@ def _pair_effects(
     for start in range(0, len(rows), most_rows):
         batch = rows[start : start + most_rows]
         batch_effects.append(_path_effects(model, batch, base_run, unpatched_logits))
-    effect, random_effect = np.split(np.concatenate(batch_effects), 2)
+    effects = np.concatenate(batch_effects)
+    effect, random_effect = np.split(effects, 2)  # in the order of ``rows``
     return {"whole": unpatched_logits.whole, "effect": effect, "random": random_effect}
 
 
