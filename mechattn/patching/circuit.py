@@ -24,7 +24,7 @@ from mechattn.patching.circuit_effects import (
     first_edges,
 )
 from mechattn.patching.edges import attributed_edges
-from mechattn.patching.effects import DIRECTIONS, Patching, printed
+from mechattn.patching.effects import DIRECTIONS, Patching, largest_first, printed
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.pairs import request_of
 from mechattn.patching.plan import check_edges_fit
@@ -105,7 +105,7 @@ class Circuit:
             the same two for each ranking that ``beside`` added, such as "CPR_other pairs".
         """
         share = self.curve.share.values
-        rankings = self.curve.drop(columns=["edges", "share", "low", "high"], errors="ignore")
+        rankings = self.curve.drop(columns=["edges", "share", "low", "high"])
 
         areas = {}
         for ranking, faithfulness in rankings.items():
@@ -329,7 +329,12 @@ def circuit(
     orders += [generator.permutation(edge_count) for _ in range(_DRAWS)]
 
     measurement = CircuitMeasurement(
-        ranking_request, reporting_request, graph, all_sizes, ablation, generator
+        ranking_request,
+        reporting_request,
+        graph,
+        sizes=all_sizes,
+        ablation=ablation,
+        generator=generator,
     )
     curve = _curve(all_sizes, measurement.effects(orders))
 
@@ -351,8 +356,7 @@ def circuit(
 
 def _ranked(scores: Patching, edge_set: EdgeSet) -> np.ndarray:
     """The numbers of the edges in a set, those whose mean scores are furthest from 0 first."""
-    absolute_scores = abs(_mean_scores(scores)[edge_set])
-    return np.argsort(-absolute_scores, kind="stable")
+    return largest_first(_mean_scores(scores)[edge_set])
 
 
 def _mean_scores(scores: Patching) -> np.ndarray:
@@ -397,9 +401,9 @@ def _eap_name(node: str) -> str:
         return node
     layer_and_head = head_named(node)
     if layer_and_head is not None:
-        return "a{}.h{}".format(*layer_and_head)
-    layer = node.removeprefix("L").removesuffix("MLP")
-    return f"m{layer}"
+        layer, head = layer_and_head
+        return f"a{layer}.h{head}"
+    return "m" + node.removeprefix("L").removesuffix("MLP")
 
 
 def _all_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:

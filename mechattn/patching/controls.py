@@ -50,7 +50,7 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
     return partners
 
 
-def random_steps(
+def after_random_steps(
     seed: int, prompt_id: str, base: RecordedRun, values: Mapping[LayerHead, HeadOutput]
 ) -> dict[LayerHead, HeadOutput]:
     """Each head's output in the base run, plus a random step.

@@ -348,7 +348,7 @@ def test_the_random_control_is_a_step_of_equal_norm(toy):
     own = base.activations[1][base.positions, 2]
 
     def drawn_for(name):
-        return controls.random_steps(7, name, base, {where: value})[where]
+        return controls.after_random_steps(7, name, base, {where: value})[where]
 
     step = drawn_for("a") - own
     lengths = (value - own).norm(dim=-1)
