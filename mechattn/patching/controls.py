@@ -100,7 +100,8 @@ def shuffled_patterns(
         window = attention_window(model, layer)
         visible = visible_keys(queries, value.shape[-1], window)
 
-        # Keys that are not visible come last in the order, and so get the zeros.
+        # All random numbers are below 1. So keys that are not visible come last in the order, and
+        # get the zeros.
         uniform = _uniform(seed, prompt_id, layer, head, value)
         order = uniform.masked_fill(~visible, 2.0).argsort(-1)
         probabilities, _ = value.sort(-1, descending=True)
@@ -109,7 +110,10 @@ def shuffled_patterns(
 
 
 def random_step(generator: torch.Generator, step: Tensor) -> Tensor:
-    """A step in a normally distributed direction, with the norm of ``step`` along the last axis."""
+    """A step in a normally distributed direction, with the norm of ``step`` along the last axis.
+
+    The numbers depend on the order of all draws from the generator.
+    """
     direction = torch.randn(step.shape, generator=generator, dtype=torch.float64)
     return _with_norm_of(direction.to(step), step)
 

@@ -4,7 +4,7 @@ token, and how much copying needs each head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -168,8 +168,16 @@ def induction_heads(
     budget = memory_bytes(memory)
     model = load_model(model)
     prompts = repeated_random(model, limit, span=(span, span), seed=seed)
-    # The condition, the metric and the direction are not used: each pair has its own loss.
-    request = PatchingRequest(model, prompts, Baseline(), "logprob", "noising", budget, seed)
+    # The condition is not used, because the two sequences of each pair are made here.
+    request = PatchingRequest(
+        model,
+        prompts,
+        condition=Baseline(),
+        metric=_loss,
+        direction="noising",
+        memory=budget,
+        seed=seed,
+    )
     request.check_gradients()
 
     focus = run(model, prompts, {}, [AttentionFocus()], memory=memory)["attention_focus"]
@@ -183,11 +191,13 @@ def induction_heads(
     plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
     estimate_plan = replace(plan, method="attribution")
 
-    def batch_effects() -> Iterator[dict[str, PromptEffects]]:
+    def batch_effects() -> Iterator[Mapping[str, PromptEffects]]:
         for batch in plan.batches([_pair(model, prompt, span) for prompt in prompts]):
-            effects = plan.effects(batch)
             estimates = estimate_plan.effects(batch)
-            yield {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
+            effects_by_id = {}
+            for id, exact_effects in plan.effects(batch).items():
+                effects_by_id[id] = {**exact_effects, "attributed": estimates[id]["effect"]}
+            yield effects_by_id
 
     effects_by_cell = request.run_patching(
         batch_effects(),
@@ -208,11 +218,11 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
     The loss is over the last copy without its first token.
     """
     tokens = prompt.tokens
-    first_copy = len(tokens) - 2 * span
-    second_copy = first_copy + span
-    answer = tokens[second_copy + 1 :]
-    both_copies = Prompt(tokens=tokens[: second_copy + 1], answer_tokens=answer)
-    one_copy = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
+    first_start = len(tokens) - 2 * span
+    second_start = first_start + span
+    answer = tokens[second_start + 1 :]
+    both_copies = Prompt(tokens=tokens[: second_start + 1], answer_tokens=answer)
+    one_copy = Prompt(tokens=(*tokens[:first_start], tokens[second_start]), answer_tokens=answer)
     base = Baseline().apply(both_copies, model)
     source = Baseline().apply(one_copy, model)
     # Heads are ablated at all tokens; nothing is taken from the other run, which is shorter.

@@ -341,7 +341,7 @@ def _check_metric(values: Any, rows: int, needs_gradient: bool) -> None:
     """
     is_tensor = isinstance(values, Tensor)
     if not is_tensor or values.shape != (rows,):
-        value_words = f"the shape {list(values.shape)}" if is_tensor else type(values).__name__
+        value_words = str(list(values.shape)) if is_tensor else type(values).__name__
         raise OptionError(
             f"the metric gives {value_words} for {rows} rows; give one number per row: a function"
             " of logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
