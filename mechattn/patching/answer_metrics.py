@@ -84,10 +84,8 @@ def first_difference(tokens: Int[Tensor, " pos"], other_tokens: Int[Tensor, " ot
     If one sequence is the beginning of the other, it is the length of the shorter.
     """
     shorter_length = min(len(tokens), len(other_tokens))
-    differs = tokens[:shorter_length] != other_tokens[:shorter_length]
-    if not differs.any():
-        return shorter_length
-    return int(differs.nonzero()[0])
+    agrees = tokens[:shorter_length] == other_tokens[:shorter_length]
+    return int(agrees.long().cumprod(0).sum())  # the number of tokens before it
 
 
 def divergence(logits: Logits, baseline: Logits) -> Values:

@@ -128,13 +128,12 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
     request.check_gradients()
     check_edges_fit(model, graph, request.pairs, request.memory)
 
-    axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
     read_pair = partial(edge_runs, model, graph, request.memory)
     with showing_edges(model):
         batches = ({pair.id: read_pair(pair).attributed(steps)} for pair in request.pairs)
         patching = request.run_patching(
             batches,
-            axes,
+            {"writer": list(graph.writers), "reader": list(graph.readers)},
             method="attribution",
             steps=steps,
             readers_of_first_values=graph.nodes_after["L0H0.v"],

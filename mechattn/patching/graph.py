@@ -141,17 +141,19 @@ def showing_edges(model: HookedModel) -> Iterator[None]:
     """Let TransformerLens compute the inputs and the result of each head separately inside a
     ``with`` block.
     """
-    previous_values = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
-    names = [name for name, value in _SWITCHES.items() if value != previous_values[name]]
+    changed_names = []
+    for name, value in _SWITCHES.items():
+        if bool(getattr(model.cfg, name, False)) != value:
+            changed_names.append(name)
 
     try:
-        for name in names:
+        for name in changed_names:
             getattr(model, f"set_{name}")(_SWITCHES[name])
         yield
     finally:
         # In reverse order, because TransformerLens refuses some of them together.
-        for name in reversed(names):
-            getattr(model, f"set_{name}")(previous_values[name])
+        for name in reversed(changed_names):
+            getattr(model, f"set_{name}")(not _SWITCHES[name])
 
 
 def run_edges(

@@ -71,10 +71,9 @@ class InductionHeads:
             OptionError: As for :meth:`mechattn.Patching.table`.
         """
         table = self.needed.table(top, select)
-        layer = xr.DataArray(table["layer"].to_numpy(), dims="row")
-        head = xr.DataArray(table["head"].to_numpy(), dims="row")
-        score = t_interval(self.scores.sel(layer=layer, head=head).values)
-        attributed = self.attributed.sel(layer=layer, head=head).mean("prompt")
+        rows = xr.Dataset({name: ("row", table[name].to_numpy()) for name in ("layer", "head")})
+        score = t_interval(self.scores.sel(rows).values)
+        attributed = self.attributed.sel(rows).mean("prompt")
 
         columns = with_ends("score", score) | {"attributed": attributed.values}
         for index, (name, values) in enumerate(columns.items()):

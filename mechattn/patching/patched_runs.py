@@ -68,6 +68,12 @@ class RecordedRun:
         """The position of each original token that both runs have, in the order of ``origins``."""
         return positions_of(self.sequence, self.origins)
 
+    def output_of(self, where: LayerHead, positions: SharedTokens) -> HeadOutput:
+        """The activation of a head at some positions."""
+        layer, head = where
+        activation = self.activations[layer]
+        return activation[positions.to(activation.device), head]
+
 
 def positions_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens:
     """The positions of tokens with these origins.
@@ -284,7 +290,7 @@ def logits_of(
         options["attention_mask"] = torch.ones_like(tokens)
 
     # The logits at a token predict the next one.
-    predicting_positions = answer_positions(sequences[0]).to(device) - 1
+    predicting_positions = answer_positions(sequences[0]) - 1
 
     def select_positions(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stream, *other_inputs = inputs
@@ -379,9 +385,8 @@ def gradients_of(
         logits = logits_of(model, [sequence], gradients=True)
 
     [metric_value] = metric(logits)
-    outputs_by_layer = [outputs[layer] for layer in layers]
-    gradients = torch.autograd.grad(metric_value, outputs_by_layer)
-    return {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}
+    gradients = torch.autograd.grad(metric_value, list(outputs.values()))
+    return {layer: gradient[0] for layer, gradient in zip(outputs, gradients, strict=True)}
 
 
 def _with_heads_changed(change: ActivationChange, count: int, x: Tensor) -> Tensor:

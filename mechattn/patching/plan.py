@@ -366,10 +366,9 @@ def _first_order_effects(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, flo
     for copy in copies:
         [change] = copy.changes
         layer, head = change.where
-        z = copy.runs.base.activations[layer]
-        positions = change.positions.to(z.device)
-        step = change.value.double() - z[positions, head].double()
-        gradient = copy.runs.gradients[layer][positions, head].double()
+        z = copy.runs.base.output_of(change.where, change.positions)
+        step = change.value.double() - z.double()
+        gradient = copy.runs.gradients[layer][change.positions.to(z.device), head].double()
         effects[copy] = float((gradient * step).sum())
     return effects
 
