@@ -88,8 +88,8 @@ class Circuit:
                 f"{name!r} does not rank the edges of this model: give what ma.edges(…) returns "
                 "for this model, or for its architecture with other weights"
             )
-        if name in self.curve:
-            raise OptionError(f"the curve already has a column {name!r}; give another name")
+        if not isinstance(name, str) or name in self.curve:
+            raise OptionError(f"name={name!r}: give a text that is not already a column")
 
         order = _ranked(scores, self.graph.exists)
         [faithfulness] = _faithfulness(self._measurement.effects([order]))
@@ -257,7 +257,7 @@ class Circuit:
         """The number of edges to choose, checked."""
         if size is None:
             return self.size()
-        check_counts(1, int(self.graph.exists.sum()), size=size)
+        check_counts(1, len(self.graph.edges), size=size)
         return size
 
 
@@ -318,7 +318,7 @@ def circuit(
 
     model = request.model
     graph = graph_of(model)
-    edge_count = int(graph.exists.sum())
+    edge_count = len(graph.edges)
     all_sizes = _all_sizes(sizes, edge_count)
     check_edges_fit(model, graph, ranking_request.pairs + reporting_request.pairs, request.memory)
     scores = attributed_edges(ranking_request, graph, steps)
@@ -426,8 +426,7 @@ def _curve(sizes: Sequence[int], effects: CircuitEffects) -> pd.DataFrame:
     other orders, which are random.
     """
     faithfulness = _faithfulness(effects)
-    ranked_effects = effects[:, 0]
-    carried = ranked_effects - ranked_effects[:, :1]
+    carried = effects[:, 0] - effects[:, 0, :1]  # that of no edges is the first
     interval = ratio_interval(carried, carried[:, -1])
     return pd.DataFrame(
         {

@@ -40,8 +40,7 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
 
     partners = {}
     for pair in pairs:
-        shared_count = len(pair.origins)
-        candidates = [other for other in by_id if len(other.origins) >= shared_count]
+        candidates = [other for other in by_id if len(other.origins) >= len(pair.origins)]
         candidates.remove(pair)
         contrasts = [other for other in candidates if answers[other.id] != answers[pair.id]]
         if candidates:

@@ -140,8 +140,9 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
         )
         sample = checked_sample(patching, request.seed)
         sampled_edges = graph.edges[sample]
-        checked_pairs = request.pairs[:CHECKED_PROMPTS]
-        exact_effects = [read_pair(pair).exact(sampled_edges) for pair in checked_pairs]
+        exact_effects = [
+            read_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED_PROMPTS]
+        ]
     return patching.with_exact(exact_effects, sample)
 
 

@@ -76,8 +76,9 @@ class InductionHeads:
         attributed = self.attributed.sel(rows).mean("prompt")
 
         columns = with_ends("score", score) | {"attributed": attributed.values}
-        for index, (name, values) in enumerate(columns.items()):
-            table.insert(2 + index, name, values)  # after the columns of layer and head
+        # They come after the columns of layer and head.
+        for position, (name, values) in enumerate(columns.items(), start=2):
+            table.insert(position, name, values)
         return table
 
     @property
@@ -98,8 +99,8 @@ class InductionHeads:
         mean, low, high = self.needed.whole
         ranks = self.ranks
         table = self.table(_SHOWN)
-        columns = ["layer", "head", "score", "effect", "effect_low", "effect_high", "q_effect"]
-        columns += ["attributed", "share"]
+        effect_columns = ["effect", "effect_low", "effect_high", "q_effect"]
+        columns = ["layer", "head", "score", *effect_columns, "attributed", "share"]
         lines = [
             (
                 f"{len(self.loss)} spans of random tokens, each read twice: the second copy's loss"

@@ -354,7 +354,7 @@ def check_edges_fit(model: HookedModel, graph: Graph, pairs: Sequence[Pair], bud
     needed_bytes = edges_fixed_bytes(model, graph, longest) + bytes_per_row
     if needed_bytes > budget:
         raise OptionError(
-            f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
+            f"the {len(graph.edges):,} edges of {model.cfg.model_name} need about "
             f"{needed_bytes / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
             " memory=…: allow more memory, or give shorter prompts"
         )
