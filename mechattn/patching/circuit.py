@@ -300,6 +300,9 @@ def circuit(
         memory: As for ``edges``.
         seed: The seed of random circuits and resampled prompts, and of the draws of ``edges``.
 
+    Returns:
+        The scores of the edges, and the curve of faithfulness over the number of edges.
+
     Raises:
         MechattnError: There are too few prompts for two halves with intervals, or a size is not a
             number of edges; or as for ``edges``.

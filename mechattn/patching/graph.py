@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mechattn.analysis.direct_logits import NORM_INPUT, norms_after
 from mechattn.errors import ModelError
-from mechattn.model.hooked import HookedModel, device_of
+from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
 from mechattn.model.unembedding import FrozenNorm
 from mechattn.patching.answer_metrics import Logits
@@ -226,26 +226,31 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Unc
     Raises:
         ModelError: The hooks of some writers did not fire.
     """
-    device = device_of(model)
-    outputs: dict[int, Tensor] = {}  # by writer [pos d_model]
+    # Outputs are copied at once: a block may add to them in place, as Falcon's in transformers does.
+    written: Tensor | None = None
+    writer_count = 0
     streams: list[Tensor] = []  # the only one is what the logits read
 
     def record_written(writers: slice, x: Tensor) -> None:
-        by_writer = x[0].transpose(0, 1).to(device)
-        outputs.update(zip(range(writers.start, writers.stop), by_writer, strict=True))
+        nonlocal written, writer_count
+        _, length, count, width = x.shape
+        if written is None:
+            written = x.new_empty(len(graph.writers), length, width)
+        by_writer = x[0].transpose(0, 1)
+        written[writers] = by_writer.to(written.device)
+        writer_count += count
 
     def record_stream(component: Component, x: Tensor) -> Tensor:
         kind, _ = component
         if kind == "logits":
-            streams.append(x[0, :, 0].to(device))
+            streams.append(x[0, :, 0])
         return x
 
     logits = run_edges(
         model, graph, sequence, 1, change_read=record_stream, see_written=record_written
     )
-    if len(outputs) < len(graph.writers):
+    if written is None or writer_count < len(graph.writers):
         raise _unreadable_edges(model)
-    written = torch.stack([outputs[index] for index in range(len(outputs))])
     [stream] = streams
     return UnchangedRun(logits, written, stream)
 

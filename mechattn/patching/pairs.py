@@ -157,8 +157,8 @@ class PatchingRequest:
         Raises:
             MechattnError: A prompt or the condition cannot be used for patching.
         """
-        named = with_baseline({_OTHER: self.condition})
-        sequences = condition_sequences(named, self.prompts, self.model, self.seed)
+        conditions = with_baseline({_OTHER: self.condition})
+        sequences = condition_sequences(conditions, self.prompts, self.model, self.seed)
         _check_sequences(self.model, self.prompts, sequences)
         measures = measures_of(self.metric, self.prompts, self.model)
 

@@ -144,6 +144,10 @@ def patch(
         seed: The seed of random directions and other prompts, of the condition's draws and of the
             heads to check.
 
+    Returns:
+        Effects by layer and head, by layer, or of the set, and by segment or position if ``at``
+        says so; each with its controls.
+
     Raises:
         MechattnError: A prompt has no answer, or the model cannot read it; a head or layer doesn't
             exist; the condition hides tokens or acts inside the model; or the method is
@@ -207,7 +211,7 @@ def patch(
 def _check_controls(
     controls: Sequence[Control], metric: Metric | None, direction: Direction
 ) -> None:
-    """Refuse controls that don't exist, and to leave out the one that effects are tested against."""
+    """Refuse controls that don't exist, or that lack the one that effects are tested against."""
     if not isinstance(controls, (tuple, list)) or not all(name in CONTROLS for name in controls):
         raise OptionError(
             f'controls={controls!r}: give a tuple, ("other_prompt", "random"), one of them, such as'

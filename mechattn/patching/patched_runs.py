@@ -150,7 +150,8 @@ def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
         # Such a block (Granite) fires these hooks only for functions that were added through
         # TransformerLens (``ScaledResidualBlockBridge``). Its submodules always fire hook_out.
         # Their outputs are not multiplied by the residual scale yet, but that is so in both runs.
-        submodule = block.scaled_mlp_submodule  # None if no single one computes the MLP's output
+        # Where several submodules make up the MLP, there is no name, and so no hook.
+        submodule = block.scaled_mlp_submodule
         if part == "attn_out":
             submodule = block.scaled_attn_submodule
         name = f"{submodule}.hook_out"
