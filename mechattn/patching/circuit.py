@@ -313,7 +313,9 @@ def circuit(
     """
     check_choice(Ablation, ablation=ablation)
     check_counts(steps=steps)
-    request = request_of(model, prompts, condition, metric, "noising", memory, seed)
+    request = request_of(
+        model, prompts, condition, metric, direction="noising", memory=memory, seed=seed
+    )
     request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking_half, reporting_half = request.units.halves()
     ranking_request = request.of_prompts(ranking_half)

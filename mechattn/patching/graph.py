@@ -226,7 +226,7 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Unc
     Raises:
         ModelError: The hooks of some writers did not fire.
     """
-    # Outputs are copied at once: a block may add to them in place, as Falcon's in transformers does.
+    # Outputs are copied at once, as a block may add to them in place (Falcon's in transformers).
     written: Tensor | None = None
     writer_count = 0
     streams: list[Tensor] = []  # the only one is what the logits read
