@@ -53,10 +53,10 @@ def answer_margin(logits: Logits, answer: Answer) -> Values:
     The margin is positive if greedy decoding gives the answer. The converse holds only for an
     answer of a single token.
     """
-    index = torch.arange(len(answer))
-    without_answer = logits.clone()
-    without_answer[:, index, answer] = -torch.inf
-    margins = logits[:, index, answer] - without_answer.amax(-1)
+    t = torch.arange(len(answer))
+    other_logits = logits.clone()
+    other_logits[:, t, answer] = -torch.inf
+    margins = logits[:, t, answer] - other_logits.amax(-1)
     return margins.mean(-1)
 
 
@@ -84,19 +84,17 @@ def first_difference(tokens: Int[Tensor, " pos"], other_tokens: Int[Tensor, " ot
     If one sequence is the beginning of the other, it is the length of the shorter.
     """
     shorter_length = min(len(tokens), len(other_tokens))
-    differs = tokens[:shorter_length] != other_tokens[:shorter_length]
-    if not differs.any():
-        return shorter_length
-    return int(differs.nonzero()[0])
+    agrees = tokens[:shorter_length] == other_tokens[:shorter_length]
+    return int(agrees.long().cumprod(0).sum())  # the number of tokens before it
 
 
 def divergence(logits: Logits, baseline: Logits) -> Values:
     """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``,
     in nats.
     """
-    expected = baseline.log_softmax(-1)
-    log_ratio = expected - logits.log_softmax(-1)
-    token_divergence = (expected.exp() * log_ratio).sum(-1)
+    baseline_logprobs = baseline.log_softmax(-1)
+    log_ratio = baseline_logprobs - logits.log_softmax(-1)
+    token_divergence = (baseline_logprobs.exp() * log_ratio).sum(-1)
     return token_divergence.mean(-1)
 
 

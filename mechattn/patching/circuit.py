@@ -24,7 +24,7 @@ from mechattn.patching.circuit_effects import (
     first_edges,
 )
 from mechattn.patching.edges import attributed_edges
-from mechattn.patching.effects import DIRECTIONS, Patching, printed
+from mechattn.patching.effects import DIRECTIONS, Patching, largest_first, printed
 from mechattn.patching.graph import EdgeSet, Graph, graph_of
 from mechattn.patching.pairs import request_of
 from mechattn.patching.plan import check_edges_fit
@@ -88,8 +88,8 @@ class Circuit:
                 f"{name!r} does not rank the edges of this model: give what ma.edges(…) returns "
                 "for this model, or for its architecture with other weights"
             )
-        if name in self.curve:
-            raise OptionError(f"the curve already has a column {name!r}; give another name")
+        if not isinstance(name, str) or name in self.curve:
+            raise OptionError(f"name={name!r}: give a text that is not already a column")
 
         order = _ranked(scores, self.graph.exists)
         [faithfulness] = _faithfulness(self._measurement.effects([order]))
@@ -105,7 +105,7 @@ class Circuit:
             the same two for each ranking that ``beside`` added, such as "CPR_other pairs".
         """
         share = self.curve.share.values
-        rankings = self.curve.drop(columns=["edges", "share", "low", "high"], errors="ignore")
+        rankings = self.curve.drop(columns=["edges", "share", "low", "high"])
 
         areas = {}
         for ranking, faithfulness in rankings.items():
@@ -257,7 +257,7 @@ class Circuit:
         """The number of edges to choose, checked."""
         if size is None:
             return self.size()
-        check_counts(1, int(self.graph.exists.sum()), size=size)
+        check_counts(1, len(self.graph.edges), size=size)
         return size
 
 
@@ -300,6 +300,9 @@ def circuit(
         memory: As for ``edges``.
         seed: The seed of random circuits and resampled prompts, and of the draws of ``edges``.
 
+    Returns:
+        The scores of the edges, and the curve of faithfulness over the number of edges.
+
     Raises:
         MechattnError: There are too few prompts for two halves with intervals, or a size is not a
             number of edges; or as for ``edges``.
@@ -310,7 +313,9 @@ def circuit(
     """
     check_choice(Ablation, ablation=ablation)
     check_counts(steps=steps)
-    request = request_of(model, prompts, condition, metric, "noising", memory, seed)
+    request = request_of(
+        model, prompts, condition, metric, direction="noising", memory=memory, seed=seed
+    )
     request.units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking_half, reporting_half = request.units.halves()
     ranking_request = request.of_prompts(ranking_half)
@@ -318,7 +323,7 @@ def circuit(
 
     model = request.model
     graph = graph_of(model)
-    edge_count = int(graph.exists.sum())
+    edge_count = len(graph.edges)
     all_sizes = _all_sizes(sizes, edge_count)
     check_edges_fit(model, graph, ranking_request.pairs + reporting_request.pairs, request.memory)
     scores = attributed_edges(ranking_request, graph, steps)
@@ -329,7 +334,12 @@ def circuit(
     orders += [generator.permutation(edge_count) for _ in range(_DRAWS)]
 
     measurement = CircuitMeasurement(
-        ranking_request, reporting_request, graph, all_sizes, ablation, generator
+        ranking_request,
+        reporting_request,
+        graph,
+        sizes=all_sizes,
+        ablation=ablation,
+        generator=generator,
     )
     curve = _curve(all_sizes, measurement.effects(orders))
 
@@ -351,8 +361,7 @@ def circuit(
 
 def _ranked(scores: Patching, edge_set: EdgeSet) -> np.ndarray:
     """The numbers of the edges in a set, those whose mean scores are furthest from 0 first."""
-    absolute_scores = abs(_mean_scores(scores)[edge_set])
-    return np.argsort(-absolute_scores, kind="stable")
+    return largest_first(_mean_scores(scores)[edge_set])
 
 
 def _mean_scores(scores: Patching) -> np.ndarray:
@@ -397,9 +406,9 @@ def _eap_name(node: str) -> str:
         return node
     layer_and_head = head_named(node)
     if layer_and_head is not None:
-        return "a{}.h{}".format(*layer_and_head)
-    layer = node.removeprefix("L").removesuffix("MLP")
-    return f"m{layer}"
+        layer, head = layer_and_head
+        return f"a{layer}.h{head}"
+    return "m" + node.removeprefix("L").removesuffix("MLP")
 
 
 def _all_sizes(sizes: int | Sequence[int] | None, edge_count: int) -> list[int]:
@@ -422,8 +431,7 @@ def _curve(sizes: Sequence[int], effects: CircuitEffects) -> pd.DataFrame:
     other orders, which are random.
     """
     faithfulness = _faithfulness(effects)
-    ranked_effects = effects[:, 0]
-    carried = ranked_effects - ranked_effects[:, :1]
+    carried = effects[:, 0] - effects[:, 0, :1]  # that of no edges is the first
     interval = ratio_interval(carried, carried[:, -1])
     return pd.DataFrame(
         {

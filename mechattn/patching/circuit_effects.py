@@ -69,15 +69,16 @@ class CircuitMeasurement:
         kept_edges = torch.from_numpy(np.stack(circuits))
 
         request = self.reporting_request
-        effects = []
+        effects_by_pair = []
         with holding(request.model), showing_edges(request.model):
             replacement_of = self._replacement()
             for pair in tqdm(request.pairs, desc="circuits", delay=2):
                 runs = edge_runs(request.model, self.graph, request.memory, pair)
-                effects.append(runs.with_edges(kept_edges, replacement_of(runs)))
+                effects_by_pair.append(runs.with_edges(kept_edges, replacement_of(runs)))
 
-        by_order = np.reshape(effects, (len(effects), len(orders), len(self.sizes)))
-        return request.units.means(by_order)
+        shape = (len(request.pairs), len(orders), len(self.sizes))
+        effects = np.reshape(effects_by_pair, shape)
+        return request.units.means(effects)
 
     def _replacement(self) -> Callable[[EdgeRuns], Written]:
         """A function that returns what the edges outside a circuit carry, for a pair's runs."""
@@ -90,8 +91,10 @@ class CircuitMeasurement:
         generator = deepcopy(self.generator)  # so that every ranking gets the same prompts
 
         def resampled(runs: EdgeRuns) -> Written:
-            index = int(generator.integers(len(self.ranking_request.pairs)))
-            return _from_the_end(runs.written, self._written(self.ranking_request.pairs[index]))
+            pairs = self.ranking_request.pairs
+            index = int(generator.integers(len(pairs)))
+            source = self._written(pairs[index])
+            return _aligned_from_the_end(runs.written, source)
 
         return resampled
 
@@ -121,7 +124,7 @@ class CircuitMeasurement:
         return read_edges(self.ranking_request.model, self.graph, pair.base).written
 
 
-def _from_the_end(written: Written, source: Written) -> Written:
+def _aligned_from_the_end(written: Written, source: Written) -> Written:
     """What is written in another run, aligned with this run at the last token.
 
     Where this run is longer, its first tokens keep what they write.

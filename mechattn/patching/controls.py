@@ -40,8 +40,7 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
 
     partners = {}
     for pair in pairs:
-        shared_count = len(pair.origins)
-        candidates = [other for other in by_id if len(other.origins) >= shared_count]
+        candidates = [other for other in by_id if len(other.origins) >= len(pair.origins)]
         candidates.remove(pair)
         contrasts = [other for other in candidates if answers[other.id] != answers[pair.id]]
         if candidates:
@@ -50,7 +49,7 @@ def partners_of(pairs: Sequence[Pair], seed: int) -> dict[str, Pair]:
     return partners
 
 
-def random_steps(
+def after_random_steps(
     seed: int, prompt_id: str, base: RecordedRun, values: Mapping[LayerHead, HeadOutput]
 ) -> dict[LayerHead, HeadOutput]:
     """Each head's output in the base run, plus a random step.
@@ -65,13 +64,13 @@ def random_steps(
         values: What replaces each head's output, at the tokens that both runs have.
     """
     random_outputs = {}
-    for (layer, head), value in values.items():
-        base_output = base.activations[layer][base.positions.to(value.device), head]
+    for where, value in values.items():
+        base_output = base.output_of(where, base.positions)
         # The inverse of the normal distribution is infinite at 0. Other numbers are at least 2⁻²⁴.
-        positive_uniform = _uniform(seed, prompt_id, layer, head, value).clamp(min=2**-25)
+        positive_uniform = _uniform(seed, prompt_id, where, value).clamp(min=2**-25)
         direction = torch.special.ndtri(positive_uniform).to(base_output)
         step = _with_norm_of(direction, value - base_output)
-        random_outputs[layer, head] = base_output + step
+        random_outputs[where] = base_output + step
     return random_outputs
 
 
@@ -95,21 +94,26 @@ def shuffled_patterns(
         values: What replaces each head's pattern, at the tokens that both runs have.
     """
     random_patterns = {}
-    for (layer, head), value in values.items():
+    for where, value in values.items():
+        layer, _ = where
         queries = base.positions.to(value.device)
         window = attention_window(model, layer)
         visible = visible_keys(queries, value.shape[-1], window)
 
-        # Keys that are not visible come last in the order, and so get the zeros.
-        uniform = _uniform(seed, prompt_id, layer, head, value)
+        # All random numbers are below 1. So keys that are not visible come last in the order, and
+        # get the zeros.
+        uniform = _uniform(seed, prompt_id, where, value)
         order = uniform.masked_fill(~visible, 2.0).argsort(-1)
         probabilities, _ = value.sort(-1, descending=True)
-        random_patterns[layer, head] = torch.zeros_like(value).scatter(-1, order, probabilities)
+        random_patterns[where] = torch.zeros_like(value).scatter(-1, order, probabilities)
     return random_patterns
 
 
 def random_step(generator: torch.Generator, step: Tensor) -> Tensor:
-    """A step in a normally distributed direction, with the norm of ``step`` along the last axis."""
+    """A step in a normally distributed direction, with the norm of ``step`` along the last axis.
+
+    The numbers depend on the order of all draws from the generator.
+    """
     direction = torch.randn(step.shape, generator=generator, dtype=torch.float64)
     return _with_norm_of(direction.to(step), step)
 
@@ -125,9 +129,7 @@ def aligned_output(base: RecordedRun, source: RecordedRun, where: LayerHead) -> 
         source: A run of the same prompt, or of one with at least as many shared tokens.
         where: The layer and the head.
     """
-    layer, head = where
-    activation = source.activations[layer]
-    return activation[_aligned_positions(base, source).to(activation.device), head]
+    return source.output_of(where, _aligned_positions(base, source))
 
 
 def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) -> HeadPattern:
@@ -141,20 +143,19 @@ def aligned_pattern(base: RecordedRun, source: RecordedRun, where: LayerHead) ->
         source: The other run, as for :func:`aligned_output`.
         where: The layer and the head.
     """
-    layer, head = where
-    device = base.activations[layer].device
-    base_positions = base.positions.to(device)
-    source_positions = _aligned_positions(base, source).to(device)
+    pattern = torch.zeros_like(base.output_of(where, base.positions))
+    source_pattern = aligned_output(base, source, where)
 
     # Both axes of a pattern are positions, so keys are aligned as queries are.
-    pattern = torch.zeros_like(base.activations[layer][base_positions, head])
-    source_pattern = aligned_output(base, source, where)
-    pattern[:, base_positions] = source_pattern[:, source_positions]
+    base_keys = base.positions.to(pattern.device)
+    source_keys = _aligned_positions(base, source).to(pattern.device)
+    pattern[:, base_keys] = source_pattern[:, source_keys]
     return pattern
 
 
-def _uniform(seed: int, prompt_id: str, layer: int, head: int, value: Tensor) -> Tensor:
+def _uniform(seed: int, prompt_id: str, where: LayerHead, value: Tensor) -> Tensor:
     """Random numbers in [0, 1) in the shape of a head's value."""
+    layer, head = where
     token_count, width = value.shape
     # Permutations of patterns are drawn with the same text: another one would change their numbers.
     purpose = f"a random direction of head {head}"

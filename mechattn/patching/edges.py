@@ -128,23 +128,21 @@ def attributed_edges(request: PatchingRequest, graph: Graph, steps: int) -> Patc
     request.check_gradients()
     check_edges_fit(model, graph, request.pairs, request.memory)
 
-    axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
-
     read_pair = partial(edge_runs, model, graph, request.memory)
-
     with showing_edges(model):
         batches = ({pair.id: read_pair(pair).attributed(steps)} for pair in request.pairs)
         patching = request.run_patching(
             batches,
-            axes,
+            {"writer": list(graph.writers), "reader": list(graph.readers)},
             method="attribution",
             steps=steps,
             readers_of_first_values=graph.nodes_after["L0H0.v"],
         )
         sample = checked_sample(patching, request.seed)
         sampled_edges = graph.edges[sample]
-        checked_pairs = request.pairs[:CHECKED_PROMPTS]
-        exact_effects = [read_pair(pair).exact(sampled_edges) for pair in checked_pairs]
+        exact_effects = [
+            read_pair(pair).exact(sampled_edges) for pair in request.pairs[:CHECKED_PROMPTS]
+        ]
     return patching.with_exact(exact_effects, sample)
 
 
@@ -227,13 +225,50 @@ class EdgeRuns:
             by_edge = step.flatten(1) @ gradients.flatten(1).T
             return np.where(self.graph.exists, by_edge.cpu().numpy(), np.nan)
 
-        step = (self.exchanged - self.written).double()
+        exchange = (self.exchanged - self.written).double()
         generator = torch.Generator().manual_seed(self.pair.seed)
         return {
-            "effect": scores(step),
-            "random": scores(random_step(generator, step)),
+            "effect": scores(exchange),
+            "random": scores(random_step(generator, exchange)),
             "whole": self.unpatched_logits.whole,
         }
+
+    def exact(self, patched_edges: Int[np.ndarray, "edge 2"]) -> Float[np.ndarray, " edge"]:
+        """The effect of each edge, patched alone and exactly.
+
+        Args:
+            patched_edges: For each edge, the index of its writer and the index of its reader.
+        """
+        kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
+        for row, (writer, reader) in enumerate(patched_edges):
+            kept_edges[row, writer, reader] = False
+        return self.with_edges(kept_edges, self.exchanged)
+
+    def with_edges(
+        self,
+        kept_edges: Bool[Tensor, "row writer reader"],
+        replacement: Written,
+    ) -> Float[np.ndarray, " row"]:
+        """The effect of replacing what all edges carry, except some that are kept.
+
+        Args:
+            kept_edges: The edges that each row keeps.
+            replacement: What each writer passes along the other edges.
+        """
+        effects = []
+        bytes_per_row = edges_row_bytes(self.model, self.graph, self.pair)
+        for batch in kept_edges.split(self._most_rows(bytes_per_row)):
+            replaced = ReplacedEdges(batch, self.graph, replacement)
+            logits = run_edges(
+                self.model,
+                self.graph,
+                self.pair.base,
+                len(batch),
+                change_read=replaced.change_read,
+                see_written=replaced.see_written,
+            )
+            effects.append(self.unpatched_logits.effects(logits))
+        return np.concatenate(effects)
 
     def _gradients(self, steps: int) -> Float[Tensor, "reader pos d_model"]:
         """The gradient of the metric with respect to each reader's input, averaged over points."""
@@ -281,40 +316,3 @@ class EdgeRuns:
         fixed_bytes = edges_fixed_bytes(self.model, self.graph, self.pair)
         fast_rows = max(1, _MOST_TOKENS // len(self.pair.base))
         return min(fast_rows, rows_within(self.memory - fixed_bytes, bytes_per_row))
-
-    def exact(self, patched_edges: Int[np.ndarray, "edge 2"]) -> Float[np.ndarray, " edge"]:
-        """The effect of each edge, patched alone and exactly.
-
-        Args:
-            patched_edges: For each edge, the index of its writer and the index of its reader.
-        """
-        kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
-        for row, (writer, reader) in enumerate(patched_edges):
-            kept_edges[row, writer, reader] = False
-        return self.with_edges(kept_edges, self.exchanged)
-
-    def with_edges(
-        self,
-        kept_edges: Bool[Tensor, "row writer reader"],
-        replacement: Written,
-    ) -> Float[np.ndarray, " row"]:
-        """The effect of replacing what all edges carry, except some that are kept.
-
-        Args:
-            kept_edges: The edges that each row keeps.
-            replacement: What each writer passes along the other edges.
-        """
-        effects = []
-        bytes_per_row = edges_row_bytes(self.model, self.graph, self.pair)
-        for batch in kept_edges.split(self._most_rows(bytes_per_row)):
-            replaced = ReplacedEdges(batch, self.graph, replacement)
-            logits = run_edges(
-                self.model,
-                self.graph,
-                self.pair.base,
-                len(batch),
-                change_read=replaced.change_read,
-                see_written=replaced.see_written,
-            )
-            effects.append(self.unpatched_logits.effects(logits))
-        return np.concatenate(effects)

@@ -181,9 +181,8 @@ class Patching:
         if select == "half":
             self.units.refuse_below(2 * FEWEST, instead="")
             ranking_units, reported_units = halves_of(self.units.n)
-            mean = self._values("effect", ranking_units).mean(0)
-            order = np.argsort(-abs(mean), kind="stable")
-            cells = order[:top]
+            ranking_means = self._values("effect", ranking_units).mean(0)
+            cells = largest_first(ranking_means)[:top]
             tests = _tests_of(self._tested_values(reported_units, cells))
             family = f"{self._family(len(cells))}, ranked on the other half"
             return self._table(cells, reported_units, tests, _ALL, family)
@@ -297,7 +296,7 @@ class Patching:
         columns["n"] = len(effect)
 
         tested = "effect"
-        if self._only_rises:
+        if only_rises(self.about["metric_name"], self.about["direction"]):
             columns["q_effect"] = np.nan
             tested = "beyond_random"
 
@@ -324,9 +323,9 @@ class Patching:
         effect = self._values("effect", units, cells)
         tested_values = {"effect": effect}
         for control in self.controls:
-            beyond = effect - self._values(control, units, cells)
-            lacks_control = np.isnan(beyond).any(1)
-            tested_values[f"beyond_{control}"] = beyond[~lacks_control]
+            differences = effect - self._values(control, units, cells)
+            lacks_control = np.isnan(differences).any(1)
+            tested_values[f"beyond_{control}"] = differences[~lacks_control]
         return tested_values
 
     def _values(
@@ -350,22 +349,17 @@ class Patching:
         With too few units, the row whose interval is furthest from 0 comes first.
         """
         mean, low, high = t_interval(self._values("effect"))
-        rank_values = abs(mean)
-        if self._has_few_units:
-            # The distance of the nearer end from 0, which is negative if the interval contains 0.
-            rank_values = np.maximum(low, -high)
-        return np.argsort(-rank_values, kind="stable")
+        if not self._has_few_units:
+            return largest_first(mean)
+        # The distance of the nearer end from 0, which is negative if the interval contains 0.
+        distances = np.maximum(low, -high)
+        return np.argsort(-distances, kind="stable")
 
     @property
     def _has_few_units(self) -> bool:
         """Whether there are too few units for any row to have q < 0.05 alone."""
         fewest = self.resolution.fewest
         return fewest is None or self.units.n < fewest
-
-    @property
-    def _only_rises(self) -> bool:
-        """Whether no patch can lower the metric, as with "kl" from the baseline itself."""
-        return self.about["metric_name"] == "kl" and self.about["direction"] == "noising"
 
     def _family(self, count: int) -> str:
         """What is tested together, in words, such as "32 heads patched"."""
@@ -382,12 +376,12 @@ class Patching:
     def _cautions(self) -> list[str]:
         """Warnings about the interval of the whole effect."""
         _, low, high = self.whole
-        favours_other_version = high < 0
+        baseline_is_worse = high < 0
         if self.about["direction"] == "noising":
-            favours_other_version = low > 0
+            baseline_is_worse = low > 0
 
         cautions = []
-        if favours_other_version and self.about["metric_name"] == "logit_diff":
+        if baseline_is_worse and self.about["metric_name"] == "logit_diff":
             cautions.append(
                 "Careful: the other version favours the answer; are the two the wrong way round?"
             )
@@ -426,6 +420,16 @@ class Patching:
         return sentence
 
 
+def only_rises(metric: Any, direction: str) -> bool:
+    """Whether no patch can lower a metric, since it is smallest in the run that is patched."""
+    return metric == "kl" and direction == "noising"
+
+
+def largest_first(means: Float[np.ndarray, " cell"]) -> np.ndarray:
+    """The numbers of cells, those whose means are furthest from 0 first."""
+    return np.argsort(-abs(means), kind="stable")
+
+
 def printed(table: pd.DataFrame) -> str:
     """A table as text, with three significant digits."""
     return table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
@@ -452,8 +456,7 @@ def checked_sample(patching: Patching, seed: int) -> np.ndarray:
     Returns:
         The numbers of the cells, counted as the rows of ``patching.table()``.
     """
-    mean = patching._values("effect").mean(0)
-    order = np.argsort(-abs(mean), kind="stable")
+    order = largest_first(patching._values("effect").mean(0))
     half = _CHECKED_CELLS // 2
 
     generator = np.random.default_rng(seed)

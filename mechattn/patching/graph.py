@@ -90,7 +90,7 @@ def graph_of(model: HookedModel) -> Graph:
     layers = range(cfg.n_layers)
     lacks_attention = len(attention_layers(model)) < len(layers)
     if lacks_attention or not hasattr(model, "set_use_split_qkv_input"):
-        raise _no_inputs(model)
+        raise _unreadable_edges(model)
 
     is_parallel = getattr(cfg, "parallel_attn_mlp", False)
     writers = ["embedding"]
@@ -110,7 +110,7 @@ def graph_of(model: HookedModel) -> Graph:
         for part in _HEAD_PARTS:
             count = head_count(model, part)
             names = [f"L{layer}H{head}.{part}" for head in range(count)]
-            # Several heads may share keys and values.
+            # Successive heads may share keys and values.
             heads_by_reader = np.reshape(heads, (count, -1)).tolist()
             nodes = dict(zip(names, heads_by_reader, strict=True))
             add_readers((part, layer), nodes, writers_before_attention)
@@ -141,17 +141,19 @@ def showing_edges(model: HookedModel) -> Iterator[None]:
     """Let TransformerLens compute the inputs and the result of each head separately inside a
     ``with`` block.
     """
-    previous_values = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
-    names = [name for name, value in _SWITCHES.items() if value != previous_values[name]]
+    changed_names = []
+    for name, value in _SWITCHES.items():
+        if bool(getattr(model.cfg, name, False)) != value:
+            changed_names.append(name)
 
     try:
-        for name in names:
+        for name in changed_names:
             getattr(model, f"set_{name}")(_SWITCHES[name])
         yield
     finally:
         # In reverse order, because TransformerLens refuses some of them together.
-        for name in reversed(names):
-            getattr(model, f"set_{name}")(previous_values[name])
+        for name in reversed(changed_names):
+            getattr(model, f"set_{name}")(not _SWITCHES[name])
 
 
 def run_edges(
@@ -168,7 +170,8 @@ def run_edges(
     """The logits that predict the answer, in a pass that may change what is read.
 
     Where a norm follows attention, a head writes its share of the norm's output,
-    ``γ · result / σ``, with the σ of this pass. It must be called inside a ``showing_edges`` block.
+    ``γ · result / σ``, with the σ of this pass. Call this function inside a ``showing_edges``
+    block.
 
     Args:
         model: The hooked model.
@@ -196,8 +199,8 @@ def run_edges(
 
     with ExitStack() as stack:
         for name, function in hooks:
-            hook = model.hook_dict[name].register_forward_hook(partial(on_output, function))
-            stack.enter_context(hook)
+            handle = model.hook_dict[name].register_forward_hook(partial(on_output, function))
+            stack.enter_context(handle)
         return logits_of(model, [sequence] * rows, gradients)
 
 
@@ -223,11 +226,12 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Unc
     Raises:
         ModelError: The hooks of some writers did not fire.
     """
+    # Outputs are copied at once, as a block may add to them in place (Falcon's in transformers).
     written: Tensor | None = None
     writer_count = 0
-    streams: list[Tensor] = []
+    streams: list[Tensor] = []  # the only one is what the logits read
 
-    def record(writers: slice, x: Tensor) -> None:
+    def record_written(writers: slice, x: Tensor) -> None:
         nonlocal written, writer_count
         _, length, count, width = x.shape
         if written is None:
@@ -236,16 +240,19 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Unc
         written[writers] = by_writer.to(written.device)
         writer_count += count
 
-    def read(component: Component, x: Tensor) -> Tensor:
+    def record_stream(component: Component, x: Tensor) -> Tensor:
         kind, _ = component
         if kind == "logits":
             streams.append(x[0, :, 0])
         return x
 
-    logits = run_edges(model, graph, sequence, 1, change_read=read, see_written=record)
+    logits = run_edges(
+        model, graph, sequence, 1, change_read=record_stream, see_written=record_written
+    )
     if written is None or writer_count < len(graph.writers):
-        raise _no_inputs(model)
-    return UnchangedRun(logits, written, streams[0])
+        raise _unreadable_edges(model)
+    [stream] = streams
+    return UnchangedRun(logits, written, stream)
 
 
 class ReplacedEdges:
@@ -299,7 +306,7 @@ class ReplacedEdges:
         return x + change.to(x)
 
 
-def _no_inputs(model: HookedModel) -> ModelError:
+def _unreadable_edges(model: HookedModel) -> ModelError:
     """The error for a model whose edges cannot be read."""
     return ModelError(
         f"TransformerLens has no hooks for the inputs of single heads of {model.cfg.model_name}, "
@@ -339,7 +346,7 @@ def _hooks_of_writers(
         hooks.append((hook_result, partial(see_written, heads)))
 
     if ("mlp", layer) in graph.components:
-        mlp = slice(heads.stop, heads.stop + 1)
+        mlp = slice(heads.stop, heads.stop + 1)  # ``graph_of`` lists it after the heads
         hook_mlp_out = f"blocks.{layer}.hook_mlp_out"
         hooks.append((hook_mlp_out, lambda x: see_written(mlp, _by_node(x))))
     return hooks

@@ -4,7 +4,7 @@ token, and how much copying needs each head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -71,14 +71,14 @@ class InductionHeads:
             OptionError: As for :meth:`mechattn.Patching.table`.
         """
         table = self.needed.table(top, select)
-        layer = xr.DataArray(table["layer"].to_numpy(), dims="row")
-        head = xr.DataArray(table["head"].to_numpy(), dims="row")
-        score = t_interval(self.scores.sel(layer=layer, head=head).values)
-        attributed = self.attributed.sel(layer=layer, head=head).mean("prompt")
+        rows = xr.Dataset({name: ("row", table[name].to_numpy()) for name in ("layer", "head")})
+        score = t_interval(self.scores.sel(rows).values)
+        attributed = self.attributed.sel(rows).mean("prompt")
 
         columns = with_ends("score", score) | {"attributed": attributed.values}
-        for index, (name, values) in enumerate(columns.items()):
-            table.insert(2 + index, name, values)  # after the columns of layer and head
+        # They come after the columns of layer and head.
+        for position, (name, values) in enumerate(columns.items(), start=2):
+            table.insert(position, name, values)
         return table
 
     @property
@@ -99,8 +99,8 @@ class InductionHeads:
         mean, low, high = self.needed.whole
         ranks = self.ranks
         table = self.table(_SHOWN)
-        columns = ["layer", "head", "score", "effect", "effect_low", "effect_high", "q_effect"]
-        columns += ["attributed", "share"]
+        effect_columns = ["effect", "effect_low", "effect_high", "q_effect"]
+        columns = ["layer", "head", "score", *effect_columns, "attributed", "share"]
         lines = [
             (
                 f"{len(self.loss)} spans of random tokens, each read twice: the second copy's loss"
@@ -168,8 +168,16 @@ def induction_heads(
     budget = memory_bytes(memory)
     model = load_model(model)
     prompts = repeated_random(model, limit, span=(span, span), seed=seed)
-    # The condition, the metric and the direction are not used: each pair has its own loss.
-    request = PatchingRequest(model, prompts, Baseline(), "logprob", "noising", budget, seed)
+    # The condition is not used, because the two sequences of each pair are made here.
+    request = PatchingRequest(
+        model,
+        prompts,
+        condition=Baseline(),
+        metric=_loss,
+        direction="noising",
+        memory=budget,
+        seed=seed,
+    )
     request.check_gradients()
 
     focus = run(model, prompts, {}, [AttentionFocus()], memory=memory)["attention_focus"]
@@ -183,11 +191,13 @@ def induction_heads(
     plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
     estimate_plan = replace(plan, method="attribution")
 
-    def batch_effects() -> Iterator[dict[str, PromptEffects]]:
+    def batch_effects() -> Iterator[Mapping[str, PromptEffects]]:
         for batch in plan.batches([_pair(model, prompt, span) for prompt in prompts]):
-            effects = plan.effects(batch)
             estimates = estimate_plan.effects(batch)
-            yield {id: {**effects[id], "attributed": estimates[id]["effect"]} for id in effects}
+            effects_by_id = {}
+            for id, exact_effects in plan.effects(batch).items():
+                effects_by_id[id] = {**exact_effects, "attributed": estimates[id]["effect"]}
+            yield effects_by_id
 
     effects_by_cell = request.run_patching(
         batch_effects(),
@@ -208,11 +218,11 @@ def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
     The loss is over the last copy without its first token.
     """
     tokens = prompt.tokens
-    first_copy = len(tokens) - 2 * span
-    second_copy = first_copy + span
-    answer = tokens[second_copy + 1 :]
-    both_copies = Prompt(tokens=tokens[: second_copy + 1], answer_tokens=answer)
-    one_copy = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
+    first_start = len(tokens) - 2 * span
+    second_start = first_start + span
+    answer = tokens[second_start + 1 :]
+    both_copies = Prompt(tokens=tokens[: second_start + 1], answer_tokens=answer)
+    one_copy = Prompt(tokens=(*tokens[:first_start], tokens[second_start]), answer_tokens=answer)
     base = Baseline().apply(both_copies, model)
     source = Baseline().apply(one_copy, model)
     # Heads are ablated at all tokens; nothing is taken from the other run, which is shorter.

@@ -45,7 +45,7 @@ from mechattn.patching.answer_metrics import (
     chosen_metric,
     measures_of,
 )
-from mechattn.patching.effects import Patching
+from mechattn.patching.effects import Patching, only_rises
 from mechattn.patching.patched_runs import SharedTokens, answer_positions, logits_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -157,8 +157,8 @@ class PatchingRequest:
         Raises:
             MechattnError: A prompt or the condition cannot be used for patching.
         """
-        named = with_baseline({_OTHER: self.condition})
-        sequences = condition_sequences(named, self.prompts, self.model, self.seed)
+        conditions = with_baseline({_OTHER: self.condition})
+        sequences = condition_sequences(conditions, self.prompts, self.model, self.seed)
         _check_sequences(self.model, self.prompts, sequences)
         measures = measures_of(self.metric, self.prompts, self.model)
 
@@ -168,21 +168,20 @@ class PatchingRequest:
             baseline = sequences[index][BASELINE]
             other_version = sequences[index][_OTHER]
             # The baseline has all original tokens, so both share those of the other version.
-            shared = other_version.origin[other_version.origin >= 0].sort().values
+            origins = other_version.origin[other_version.origin >= 0].sort().values
             base, source = baseline, other_version
             if denoising:
                 base, source = other_version, baseline
-            pairs.append(
-                Pair(
-                    prompt.id,
-                    base,
-                    source,
-                    shared,
-                    measures[index],
-                    denoising,
-                    seed=self.seed + index,
-                )
+            pair = Pair(
+                id=prompt.id,
+                base=base,
+                source=source,
+                origins=origins,
+                measure=measures[index],
+                denoising=denoising,
+                seed=self.seed + index,
             )
+            pairs.append(pair)
         warn_of_junctions(self.model, self.prompts, [pair.baseline for pair in pairs])
         return pairs
 
@@ -213,7 +212,7 @@ class PatchingRequest:
                 f"the weights of {self.model.cfg.model_name} are quantised and have no gradients:"
                 ' load it dequantised, or patch heads with method="exact", which needs no gradients'
             )
-        if self.metric == "kl" and self.direction == "noising":
+        if only_rises(self.metric, self.direction):
             raise OptionError(
                 'metric="kl" is smallest in the baseline, which direction="noising" patches, so'
                 ' every gradient is 0: patch heads with method="exact", which needs no gradients,'
@@ -236,29 +235,29 @@ class PatchingRequest:
                 them. ``method``, how effects are measured, is required.
         """
         prompt_count = len(self.prompts)
-        by_id: dict[str, PromptEffects] = {}
+        effects_by_id: dict[str, PromptEffects] = {}
         start = perf_counter()
         with tqdm(total=prompt_count, desc="patching", unit="prompt", delay=2) as progress:
-            for batch in batches:
-                is_first = not by_id
-                by_id |= batch
+            for batch_index, batch in enumerate(batches):
+                effects_by_id |= batch
                 progress.update(len(batch))
-                if not is_first:
+                if batch_index > 0:
                     continue
 
-                minutes = (perf_counter() - start) / 60 * prompt_count / len(batch)
+                seconds_per_prompt = (perf_counter() - start) / len(batch)
+                minutes = seconds_per_prompt * prompt_count / 60
                 if minutes > 1:
                     warn(
                         f"about {minutes:.0f} min for {prompt_count} prompts; fewer prompts take"
                         ' less time, and in ma.patch controls=() or method="attribution" does too'
                     )
 
-        ids = [prompt.id for prompt in self.prompts]
-        coords = {"prompt": ids, **axes}
+        coords = {"prompt": [prompt.id for prompt in self.prompts], **axes}
+        effects_by_prompt = [effects_by_id[prompt.id] for prompt in self.prompts]
         dims = tuple(coords)
         variables = {}
-        for name in by_id[ids[0]]:
-            values = np.stack([by_id[id][name] for id in ids])
+        for name in effects_by_prompt[0]:
+            values = np.stack([effects[name] for effects in effects_by_prompt])
             variables[name] = (dims[: values.ndim], values)  # "whole" has the axis of prompts only
         return Patching(xr.Dataset(variables, coords), self.units, self._about | about)
 
@@ -317,16 +316,17 @@ def warn_of_junctions(
     if not odd_indices:
         return
 
-    first = odd_indices[0]
-    prompt = prompts[first]
-    logits = logits_of(model, [baselines[first]])
+    first_index = odd_indices[0]
+    prompt = prompts[first_index]
+    logits = logits_of(model, [baselines[first_index]])
     likeliest_token = int(logits[0, 0].argmax())
-    separator = ""
-    spaced_answer = f" {prompt.answer}"
-    advice = f"write answer={spaced_answer!r}"
     if prompt.template == "plain":
         separator = "\n"
         advice = 'template="plain" puts a line break there; template="joined" adds nothing'
+    else:
+        separator = ""
+        spaced_answer = f" {prompt.answer}"
+        advice = f"write answer={spaced_answer!r}"
     junction = f"{prompt.question[-20:]}{separator}{prompt.answer[:20]}"
     warn(
         f"in {len(odd_indices)} of {len(prompts)} prompts the answer hardly follows the question: "
@@ -340,10 +340,10 @@ def _check_metric(values: Any, rows: int, needs_gradient: bool) -> None:
     gradient if one is needed.
     """
     is_tensor = isinstance(values, Tensor)
-    if not is_tensor or tuple(values.shape) != (rows,):
-        description = list(values.shape) if is_tensor else type(values).__name__
+    if not is_tensor or values.shape != (rows,):
+        value_words = str(list(values.shape)) if is_tensor else type(values).__name__
         raise OptionError(
-            f"the metric gives {description} for {rows} rows; give one number per row: a function"
+            f"the metric gives {value_words} for {rows} rows; give one number per row: a function"
             " of logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
         )
     if not bool(values.isfinite().all()):
@@ -374,7 +374,7 @@ def _check_sequences(
                 " runs that differ only in their tokens"
             )
         positions = answer_positions(other_version)
-        if not len(positions):
+        if len(positions) == 0:
             raise PromptError(
                 f"{prompt.where} has no reference answer for the model to read: use load_prompts(…,"
                 " with_answer=True), or Prompt(…, answer=…)"

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,10 @@ from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone
 from mechattn.patching.answer_metrics import Metric, first_difference
 from mechattn.patching.controls import (
+    after_random_steps,
     aligned_output,
     aligned_pattern,
     partners_of,
-    random_steps,
     shuffled_patterns,
 )
 from mechattn.patching.effects import (
@@ -64,8 +65,9 @@ from mechattn.patching.effects import (
     Method,
     Patching,
     checked_sample,
+    only_rises,
 )
-from mechattn.patching.pairs import Direction, Pair, PatchingRequest, request_of
+from mechattn.patching.pairs import Direction, Pair, request_of
 from mechattn.patching.patched_runs import LayerHead, Part, possible_starts
 from mechattn.patching.plan import PairRuns, PatchingPlan, Replacements
 from mechattn.patching.sites import Sites, sites_of, target_in
@@ -142,6 +144,10 @@ def patch(
         seed: The seed of random directions and other prompts, of the condition's draws and of the
             heads to check.
 
+    Returns:
+        Effects by layer and head, by layer, or of the set, and by segment or position if ``at``
+        says so; each with its controls.
+
     Raises:
         MechattnError: A prompt has no answer, or the model cannot read it; a head or layer doesn't
             exist; the condition hides tokens or acts inside the model; or the method is
@@ -155,11 +161,10 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. Since z comes after
         the softmax, the softmax does not have to be recomputed.
     """
-    _check_controls(controls)
+    _check_controls(controls, metric, direction)
     sites = sites_of(at)
     _check_method(method, sites, together)
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
-    _check_tested_control(controls, request)
     target = target_in(request.model, sites, together)
     if method == "attribution":
         request.check_gradients()
@@ -178,7 +183,16 @@ def patch(
     if method == "exact":
         first_layers = [cell.first_layer for cell in cells]
         starts = possible_starts(request.model, request.shortest, first_layers)
-    plan = PatchingPlan(request, target, cells, _replacements, method, controls, starts, partners)
+    plan = PatchingPlan(
+        request,
+        target,
+        cells,
+        replacements=_replacements,
+        method=method,
+        controls=controls,
+        starts=starts,
+        partners=partners,
+    )
 
     effects_by_cell = request.run_patching(
         map(plan.effects, plan.batches(pairs)),
@@ -194,12 +208,19 @@ def patch(
     return patching
 
 
-def _check_controls(controls: Sequence[Control]) -> None:
-    """Refuse controls that don't exist."""
+def _check_controls(
+    controls: Sequence[Control], metric: Metric | None, direction: Direction
+) -> None:
+    """Refuse controls that don't exist, or that lack the one that effects are tested against."""
     if not isinstance(controls, (tuple, list)) or not all(name in CONTROLS for name in controls):
         raise OptionError(
             f'controls={controls!r}: give a tuple, ("other_prompt", "random"), one of them, such as'
             ' ("random",), or () for none'
+        )
+    if only_rises(metric, direction) and "random" not in controls:
+        raise OptionError(
+            'metric="kl" cannot fall with direction="noising", so effects are tested against the '
+            'random control: give controls=("random",)'
         )
 
 
@@ -215,21 +236,12 @@ def _check_method(method: Method, sites: Sites, together: bool) -> None:
         )
 
 
-def _check_tested_control(controls: Sequence[Control], request: PatchingRequest) -> None:
-    """Refuse a metric that can only be tested against a control which is not measured."""
-    cannot_fall = request.metric == "kl" and request.direction == "noising"
-    if cannot_fall and "random" not in controls:
-        raise OptionError(
-            'metric="kl" cannot fall with direction="noising", so effects are tested against the '
-            'random control: give controls=("random",)'
-        )
-
-
 def _common_segments(pairs: Sequence[Pair]) -> list[int]:
     """The indices in ``SEGMENTS`` of the segments that every prompt has."""
-    indices = range(len(SEGMENTS))
-    segments = [pair.baseline.segment for pair in pairs]
-    return [index for index in indices if all((tokens == index).any() for tokens in segments)]
+    common = set(range(len(SEGMENTS)))
+    for pair in pairs:
+        common &= set(pair.baseline.segment.tolist())
+    return sorted(common)
 
 
 def _changed_positions(pairs: Sequence[Pair]) -> list[int]:
@@ -256,22 +268,22 @@ def _changed_positions(pairs: Sequence[Pair]) -> list[int]:
 def _replacements(plan: PatchingPlan, runs: PairRuns) -> Replacements:
     """What replaces each head's output, for the effect and for each control."""
     heads = plan.target.heads
-    is_pattern = plan.target.part == "pattern"
-    aligned = aligned_pattern if is_pattern else aligned_output
-    values = {where: aligned(runs.base, runs.source, where) for where in heads}
+    aligned_activation = aligned_output
+    random_activations = after_random_steps
+    if plan.target.part == "pattern":
+        aligned_activation = aligned_pattern
+        random_activations = partial(shuffled_patterns, plan.request.model)
+
+    values = {where: aligned_activation(runs.base, runs.source, where) for where in heads}
     replacements = {"effect": values}
     if runs.partner is not None:
-        partner_values = {where: aligned(runs.base, runs.partner, where) for where in heads}
-        replacements["other_prompt"] = partner_values
-
+        replacements["other_prompt"] = {
+            where: aligned_activation(runs.base, runs.partner, where) for where in heads
+        }
     if "random" in plan.controls:
-        seed = plan.request.seed
-        if is_pattern:
-            model = plan.request.model
-            random_values = shuffled_patterns(model, seed, runs.pair.id, runs.base, values)
-        else:
-            random_values = random_steps(seed, runs.pair.id, runs.base, values)
-        replacements["random"] = random_values
+        replacements["random"] = random_activations(
+            plan.request.seed, runs.pair.id, runs.base, values
+        )
     return replacements
 
 

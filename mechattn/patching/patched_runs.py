@@ -68,6 +68,12 @@ class RecordedRun:
         """The position of each original token that both runs have, in the order of ``origins``."""
         return positions_of(self.sequence, self.origins)
 
+    def output_of(self, where: LayerHead, positions: SharedTokens) -> HeadOutput:
+        """The activation of a head at some positions."""
+        layer, head = where
+        activation = self.activations[layer]
+        return activation[positions.to(activation.device), head]
+
 
 def positions_of(sequence: TokenSequence, origins: SharedTokens) -> SharedTokens:
     """The positions of tokens with these origins.
@@ -142,12 +148,13 @@ def hook_of(model: HookedModel, part: Part, layer: int) -> Any:
     name = f"hook_{part}" if part in LAYER_PARTS else f"attn.hook_{part}"
     if part in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
         # Such a block (Granite) fires these hooks only for functions that were added through
-        # TransformerLens. Its submodules always fire hook_out. Their outputs are not multiplied by
-        # the residual scale yet, but that is so in both runs.
-        module = block.scaled_mlp_submodule
+        # TransformerLens (``ScaledResidualBlockBridge``). Its submodules always fire hook_out.
+        # Their outputs are not multiplied by the residual scale yet, but that is so in both runs.
+        # Where several submodules make up the MLP, there is no name, and so no hook.
+        submodule = block.scaled_mlp_submodule
         if part == "attn_out":
-            module = block.scaled_attn_submodule
-        name = f"{module}.hook_out"
+            submodule = block.scaled_attn_submodule
+        name = f"{submodule}.hook_out"
 
     hook = model.hook_dict.get(f"blocks.{layer}.{name}")
     if hook is None or (part in ("k", "v") and is_latent(model, layer)):
@@ -202,7 +209,7 @@ def recorded_runs(
             logits = logits_of(model, [token_sequences[index] for index in indices])
             for row, index in enumerate(indices):
                 sequence, origins = sequences[index]
-                activations = {layer: rows[row] for layer, rows in batch_activations.items()}
+                activations = {layer: batch[row] for layer, batch in batch_activations.items()}
                 inputs_of = {layer: _row(out, row) for layer, out in batch_inputs_of.items()}
                 runs[index] = RecordedRun(sequence, activations, logits[[row]], origins, inputs_of)
     return [runs[index] for index in range(len(sequences))]
@@ -247,14 +254,12 @@ def possible_starts(
     if not starts:
         return []
 
-    copies = [sequence, sequence]
-    with_origins = [(copy, copy.origin) for copy in copies]
-    runs = recorded_runs(model, with_origins, (), "z", starts)
+    runs = recorded_runs(model, [(sequence, sequence.origin)] * 2, (), "z", starts)
     whole_pass_logits = torch.cat([run.logits for run in runs])
     for layer in starts:
         try:
             with _starting_at(model, layer, runs):
-                logits = logits_of(model, copies)
+                logits = logits_of(model, [sequence] * 2)
         except (LookupError, AttributeError, TypeError, NameError):
             # A block lacks what an earlier block stores for it, such as shared keys.
             return []
@@ -285,23 +290,24 @@ def logits_of(
         options["position_ids"] = position_ids.to(device)
         options["attention_mask"] = torch.ones_like(tokens)
 
-    positions_before = answer_positions(sequences[0]).to(device) - 1
+    # The logits at a token predict the next one.
+    predicting_positions = answer_positions(sequences[0]) - 1
 
-    def only_before_answer(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def select_positions(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stream, *other_inputs = inputs
-        return (stream[:, positions_before.to(stream.device)], *other_inputs)
+        return (stream[:, predicting_positions.to(stream.device)], *other_inputs)
 
     with ExitStack() as stack:
         # The logits of all tokens would take as much memory as many rows.
         unembed: Any = getattr(model, "unembed", None)
         if unembed is not None:
-            stack.enter_context(unembed.register_forward_pre_hook(only_before_answer))
+            stack.enter_context(unembed.register_forward_pre_hook(select_positions))
         stack.enter_context(torch.set_grad_enabled(gradients))
         stack.enter_context(_without_gradients_of_weights(model))
         logits = model(tokens, return_type="logits", **options)
 
-    if logits.shape[1] == tokens.shape[1]:  # a custom model may not call unembed
-        logits = logits[:, positions_before]
+    if logits.shape[1] == tokens.shape[1]:  # those of all tokens: this model calls no unembed
+        logits = logits[:, predicting_positions]
     return logits
 
 
@@ -319,12 +325,12 @@ def patched_logits(
         runs: The run that is patched in each row. A run may be in several rows.
         changes_by_row: The changes of each row.
     """
-    # The changes of each part in each layer, with their rows.
-    by_component: dict[tuple[Part, int], list[tuple[int, HeadChange]]] = {}
+    # A hook changes a part of a layer in all rows at once.
+    rows_of_part: dict[tuple[Part, int], list[tuple[int, HeadChange]]] = {}
     for row, changes in enumerate(changes_by_row):
         for change in changes:
             layer, _ = change.where
-            by_component.setdefault((change.part, layer), []).append((row, change))
+            rows_of_part.setdefault((change.part, layer), []).append((row, change))
 
     def replace_values(row_changes: list[tuple[int, HeadChange]], activation: Tensor) -> Tensor:
         activation = activation.clone()
@@ -334,10 +340,11 @@ def patched_logits(
             activation[row, positions, head] = change.value.to(activation)
         return activation
 
-    first_layer = min(layer for _, layer in by_component)
+    first_layer = min(layer for _, layer in rows_of_part)
     with ExitStack() as stack:
-        stack.enter_context(_starting_at(model, first_layer, runs))
-        for (part, layer), row_changes in by_component.items():
+        if first_layer in runs[0].inputs_of:  # all runs were recorded for the same starts
+            stack.enter_context(_starting_at(model, first_layer, runs))
+        for (part, layer), row_changes in rows_of_part.items():
             replacement = partial(replace_values, row_changes)
             stack.enter_context(changing(model, part, {layer: replacement}))
         return logits_of(model, [run.sequence for run in runs])
@@ -379,9 +386,8 @@ def gradients_of(
         logits = logits_of(model, [sequence], gradients=True)
 
     [metric_value] = metric(logits)
-    outputs_by_layer = [outputs[layer] for layer in layers]
-    gradients = torch.autograd.grad(metric_value, outputs_by_layer)
-    return {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}
+    gradients = torch.autograd.grad(metric_value, list(outputs.values()))
+    return {layer: gradient[0] for layer, gradient in zip(outputs, gradients, strict=True)}
 
 
 def _with_heads_changed(change: ActivationChange, count: int, x: Tensor) -> Tensor:
@@ -410,20 +416,19 @@ def _row(out: Any, row: int) -> Any:
 
 @contextmanager
 def _starting_at(model: HookedModel, layer: int, runs: Sequence[RecordedRun]) -> Iterator[None]:
-    """Let passes with these runs as rows skip the blocks before a layer, if they may start there.
+    """Let passes with these runs as rows skip the blocks before a layer.
 
     Each skipped block returns what the last of them returned when the runs were recorded.
     """
+    out = _joined([run.inputs_of[layer] for run in runs])
+
+    def return_out(*inputs: Any, **options: Any) -> Any:
+        return out
+
     with ExitStack() as stack:
-        if layer in runs[0].inputs_of:
-            out = _joined([run.inputs_of[layer] for run in runs])
-
-            def return_out(*inputs: Any, **options: Any) -> Any:
-                return out
-
-            for block in blocks_of(model)[:layer]:
-                skipped_block = attribute_set(block, "forward", return_out)
-                stack.enter_context(skipped_block)
+        for block in blocks_of(model)[:layer]:
+            skipped_block = attribute_set(block, "forward", return_out)
+            stack.enter_context(skipped_block)
         yield
 
 

@@ -42,7 +42,7 @@ from mechattn.patching.plan import patched_row_bytes, rows_within
 from mechattn.patching.sites import check_head
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.results.result import MEMORY, head_named
+from mechattn.results.result import MEMORY, head_name, head_named
 
 
 class Receiver(NamedTuple):
@@ -57,15 +57,22 @@ class HeadPath:
     """A path from a head to a part of another head, or to the logits.
 
     Args:
-        name: The name, such as "L0H1 → L1H0.k".
         sender: The head that writes.
         receiver: The part of a head that reads, with key-value heads for k and v; None for the
             logits.
     """
 
-    name: str
     sender: LayerHead
     receiver: Receiver | None
+
+    @property
+    def name(self) -> str:
+        """The name, such as "L0H1 → L1H0.k"."""
+        end = "logits"
+        if self.receiver is not None:
+            part, where = self.receiver
+            end = f"{head_name(*where)}.{part}"
+        return f"{head_name(*self.sender)} → {end}"
 
 
 @alone
@@ -116,14 +123,15 @@ def paths(
     """
     request = request_of(model, prompts, condition, metric, direction, memory, seed)
     chosen_paths = _paths_in(request.model, between)
-    receiving_layers = [path.receiver.where[0] for path in chosen_paths if path.receiver]
+    receivers = [path.receiver for path in chosen_paths if path.receiver is not None]
+    receiving_layers = [layer for _, (layer, _) in receivers]
     starts = possible_starts(request.model, request.shortest, receiving_layers)
 
     batches = (
         {pair.id: _pair_effects(request, chosen_paths, starts, pair)} for pair in request.pairs
     )
-    names = [path.name for path in chosen_paths]
-    return request.run_patching(batches, {"path": names}, method="exact")
+    axes = {"path": [path.name for path in chosen_paths]}
+    return request.run_patching(batches, axes, method="exact")
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
@@ -142,8 +150,9 @@ def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
         path = _path_of(ends)
         check_head(model, path.sender, "z")
         if path.receiver is not None:
-            check_head(model, path.receiver.where, path.receiver.part)
-            layer, _ = path.receiver.where
+            part, where = path.receiver
+            check_head(model, where, part)
+            layer, _ = where
             sender_layer, _ = path.sender
             if layer <= sender_layer:
                 raise OptionError(
@@ -151,21 +160,21 @@ def _paths_in(model: HookedModel, between: Any) -> list[HeadPath]:
                     " later layer"
                 )
         chosen_paths.append(path)
-    return list(dict.fromkeys(chosen_paths))  # q would count a repeated path twice
+    # The tests would count a repeated path as two.
+    return list(dict.fromkeys(chosen_paths))
 
 
 def _path_of(ends: Any) -> HeadPath:
     """The path between two names, such as "L0H1" and "L1H0.k"."""
     match ends:
         case (str(start), str(end)):
-            name = f"{start} → {end}"
             sender = head_named(start)
-            node, _, part = end.partition(".")
-            head = head_named(node)
+            receiving_head, _, part = end.partition(".")
+            where = head_named(receiving_head)
             if sender is not None and end == "logits":
-                return HeadPath(name, sender, None)
-            if sender is not None and head is not None and part in ("q", "k", "v"):
-                return HeadPath(name, sender, Receiver(part, head))  # type: ignore[arg-type]
+                return HeadPath(sender, None)
+            if sender is not None and where is not None and part in ("q", "k", "v"):
+                return HeadPath(sender, Receiver(part, where))  # type: ignore[arg-type]
     raise OptionError(
         f'{ends!r} is not a path: give a pair such as ("L0H1", "L1H0.k"), which ends in q, k or v'
         ' of a head or in "logits"'
@@ -189,8 +198,7 @@ def _pair_effects(
     source_outputs = {}
     random_outputs = {}
     for where in dict.fromkeys(path.sender for path in chosen_paths):
-        layer, head = where
-        z = base_run.activations[layer][base_run.positions, head]
+        z = base_run.output_of(where, base_run.positions)
         source_z = aligned_output(base_run, source_run, where)
         source_outputs[where] = source_z
         random_outputs[where] = z + random_step(generator, source_z - z)
@@ -199,13 +207,15 @@ def _pair_effects(
     cfg = model.cfg
     received_values = 3 * cfg.n_layers * cfg.n_heads * cfg.d_head
     most_rows = rows_within(request.memory, patched_row_bytes(model, pair, received_values))
-    rows = [(path, source_outputs[path.sender]) for path in chosen_paths]
-    rows += [(path, random_outputs[path.sender]) for path in chosen_paths]
+    rows = []
+    for outputs in (source_outputs, random_outputs):
+        rows += [(path, outputs[path.sender]) for path in chosen_paths]
     batch_effects = []
     for start in range(0, len(rows), most_rows):
         batch = rows[start : start + most_rows]
         batch_effects.append(_path_effects(model, batch, base_run, unpatched_logits))
-    effect, random_effect = np.split(np.concatenate(batch_effects), 2)
+    effects = np.concatenate(batch_effects)
+    effect, random_effect = np.split(effects, 2)  # in the order of ``rows``
     return {"whole": unpatched_logits.whole, "effect": effect, "random": random_effect}
 
 
@@ -227,13 +237,13 @@ def _path_effects(
 
     def hold(layer: int, z: Tensor) -> Tensor:
         """Hold each head's output at that of the base run, except for the sender of each row."""
-        z = base_run.activations[layer].expand_as(z).clone()
+        held_z = base_run.activations[layer].expand_as(z).clone()
         positions = base_run.positions.to(z.device)
         for row, (path, output) in enumerate(rows):
             sender_layer, head = path.sender
             if sender_layer == layer:
-                z[row, positions, head] = output.to(z)
-        return z
+                held_z[row, positions, head] = output.to(z)
+        return held_z
 
     def record(row: int, head: int, x: Tensor) -> Tensor:
         received[row] = x[row, :, head].detach()
@@ -247,10 +257,9 @@ def _path_effects(
     with ExitStack() as stack:
         holds = {layer: partial(hold, layer) for layer in base_run.activations}
         stack.enter_context(changing(model, "z", holds))
-        for row, receiver in receivers.items():
-            layer, head = receiver.where
+        for row, (part, (layer, head)) in receivers.items():
             record_row = partial(record, row, head)
-            stack.enter_context(changing(model, receiver.part, {layer: record_row}))
+            stack.enter_context(changing(model, part, {layer: record_row}))
         logits = logits_of(model, [base_run.sequence] * len(rows))
     effects = unpatched_logits.effects(logits)
 
@@ -260,6 +269,6 @@ def _path_effects(
         changes = []
         for row, (part, where) in receivers.items():
             changes.append([HeadChange(part, where, all_positions, received[row])])
-        logits = patched_logits(model, [base_run] * len(changes), changes)
-        effects[list(receivers)] = unpatched_logits.effects(logits)
+        receiver_logits = patched_logits(model, [base_run] * len(changes), changes)
+        effects[list(receivers)] = unpatched_logits.effects(receiver_logits)
     return effects

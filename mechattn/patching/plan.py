@@ -164,14 +164,7 @@ class PatchingPlan:
             for variable in ("effect", *self.controls):
                 effects[variable] = np.full(len(self.cells), np.nan)
             effects_by_id[runs.pair.id] = effects
-
-            token_groups = self.target.groups_of(runs.pair)
-            # There are no replacements for "other_prompt" if no other prompt is long enough.
-            for variable, values in self.replacements(self, runs).items():
-                for index, cell in enumerate(self.cells):
-                    token_mask = token_groups == cell.token_group
-                    if token_mask.any():  # a position may have no partner in this prompt
-                        copies.append(PatchedCopy(runs, variable, index, cell, token_mask, values))
+            copies += self._copies(runs)
 
         if self.method == "attribution":
             effect_of_copy = _first_order_effects(copies)
@@ -180,6 +173,28 @@ class PatchingPlan:
         for copy, effect in effect_of_copy.items():
             effects_by_id[copy.runs.pair.id][copy.variable][copy.cell_index] = effect
         return effects_by_id
+
+    def _copies(self, runs: PairRuns) -> list[PatchedCopy]:
+        """The copies of a pair's base run, for the effect and each control of each cell."""
+        token_groups = self.target.groups_of(runs.pair)
+        copies = []
+        # There are no replacements for "other_prompt" if no other prompt is long enough.
+        for variable, values in self.replacements(self, runs).items():
+            for cell_index, cell in enumerate(self.cells):
+                token_mask = token_groups == cell.token_group
+                # The two runs may share no token of the cell.
+                if token_mask.any():
+                    copies.append(
+                        PatchedCopy(
+                            runs=runs,
+                            variable=variable,
+                            cell_index=cell_index,
+                            cell=cell,
+                            token_mask=token_mask,
+                            values=values,
+                        )
+                    )
+        return copies
 
     def _read(self, pairs: Sequence[Pair]) -> list[PairRuns]:
         """The unpatched runs of each pair; sequences of the same shape share a pass."""
@@ -191,10 +206,12 @@ class PatchingPlan:
         base_runs = recorded_runs(model, base_sequences, layers, part, self.starts)
         source_runs = recorded_runs(model, source_sequences, layers, part)
 
-        partners = {pair.id: self.partners[pair.id] for pair in pairs if pair.id in self.partners}
-        partner_sequences = [(partner.source, partner.origins) for partner in partners.values()]
+        # A pair that is longer than all others has no partner.
+        ids_with_partner = [pair.id for pair in pairs if pair.id in self.partners]
+        partners = [self.partners[id] for id in ids_with_partner]
+        partner_sequences = [(partner.source, partner.origins) for partner in partners]
         partner_runs = recorded_runs(model, partner_sequences, layers, part)
-        partner_run_of = dict(zip(partners, partner_runs, strict=True))
+        partner_run_by_id = dict(zip(ids_with_partner, partner_runs, strict=True))
 
         all_runs = []
         for pair, base, source in zip(pairs, base_runs, source_runs, strict=True):
@@ -202,8 +219,15 @@ class PatchingPlan:
             gradients = {}
             if self.method == "attribution":
                 gradients = gradients_of(model, pair.base, layers, unpatched_logits.measure)
-            partner_run = partner_run_of.get(pair.id)
-            all_runs.append(PairRuns(pair, base, source, unpatched_logits, partner_run, gradients))
+            runs = PairRuns(
+                pair,
+                base,
+                source,
+                unpatched_logits,
+                partner=partner_run_by_id.get(pair.id),
+                gradients=gradients,
+            )
+            all_runs.append(runs)
         return all_runs
 
     def _exact_effects(
@@ -235,7 +259,7 @@ class PatchingPlan:
         # A row of a pattern has a number for each token.
         width_of_head = pair.length if self.target.part == "pattern" else cfg.d_head
         width = max(cfg.d_model, cfg.n_heads * width_of_head)
-        return _BYTES * int(7 * pair.length * len(self.target.layers) * width)
+        return _BYTES * 7 * pair.length * len(self.target.layers) * int(width)
 
     def _passes(self, copies: Sequence[PatchedCopy], most_rows: int) -> list[list[PatchedCopy]]:
         """The copies of each pass.
@@ -330,7 +354,7 @@ def check_edges_fit(model: HookedModel, graph: Graph, pairs: Sequence[Pair], bud
     needed_bytes = edges_fixed_bytes(model, graph, longest) + bytes_per_row
     if needed_bytes > budget:
         raise OptionError(
-            f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
+            f"the {len(graph.edges):,} edges of {model.cfg.model_name} need about "
             f"{needed_bytes / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, more than"
             " memory=…: allow more memory, or give shorter prompts"
         )
@@ -342,10 +366,9 @@ def _first_order_effects(copies: Sequence[PatchedCopy]) -> dict[PatchedCopy, flo
     for copy in copies:
         [change] = copy.changes
         layer, head = change.where
-        z = copy.runs.base.activations[layer]
-        positions = change.positions.to(z.device)
-        step = change.value.double() - z[positions, head].double()
-        gradient = copy.runs.gradients[layer][positions, head].double()
+        z = copy.runs.base.output_of(change.where, change.positions)
+        step = change.value.double() - z.double()
+        gradient = copy.runs.gradients[layer][change.positions.to(z.device), head].double()
         effects[copy] = float((gradient * step).sum())
     return effects
 

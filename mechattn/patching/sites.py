@@ -122,9 +122,10 @@ class PatchTarget:
         if self.together:
             labels["set"] = [self._set_name] * len(cells)
         else:
-            labels["layer"] = [cell.heads[0][0] for cell in cells]
+            layer_heads = [cell.heads[0] for cell in cells]  # the only head of each cell
+            labels["layer"] = [layer for layer, _ in layer_heads]
             if self.part not in LAYER_PARTS:
-                labels["head"] = [cell.heads[0][1] for cell in cells]
+                labels["head"] = [head for _, head in layer_heads]
         if self.by is not None:
             labels[self.by] = [cell.token_group for cell in cells]
 
@@ -156,10 +157,11 @@ def sites_of(at: Any) -> Sites:
     Raises:
         OptionError: A part doesn't exist, or ``by`` is not one of its choices.
     """
-    sites = at
-    if isinstance(at, str) and at in get_args(Part):
+    if isinstance(at, Sites):
+        sites = at
+    elif isinstance(at, str) and at in get_args(Part):
         sites = Sites(at)  # type: ignore[arg-type]
-    elif not isinstance(at, Sites):
+    else:
         sites = Sites("z", at)
 
     check_choice(Part, part=sites.part)
@@ -185,9 +187,9 @@ def target_in(model: HookedModel, sites: Sites, together: bool = False) -> Patch
     else:
         heads = _heads(model, where, sites.part)
 
-    if sites.part != "z":
+    if sites.part != "z":  # which is read without a hook of this name
         for layer, _ in heads:
-            hook_of(model, sites.part, layer)
+            hook_of(model, sites.part, layer)  # refuses a layer that has none
     if sites.part == "pattern" and not _pattern_has_effect(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing "
@@ -207,10 +209,10 @@ def check_head(model: HookedModel, layer_head: LayerHead, part: Part) -> None:
     layers = attention_layers(model)
     count = head_count(model, part)
     if layer not in layers or not 0 <= head < count:
-        numbers = ", ".join(map(str, layers))
+        layer_numbers = ", ".join(map(str, layers))
         raise OptionError(
             f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to "
-            f"{count - 1} in layers {numbers}"
+            f"{count - 1} in layers {layer_numbers}"
         )
 
 
@@ -228,10 +230,10 @@ def _heads(model: HookedModel, heads: Any, part: Part) -> list[LayerHead]:
     if isinstance(heads, (tuple, list)):
         layer_heads = [head_named(head) or head for head in heads]  # "L1H4" or (1, 4)
     if not layer_heads or not all(map(is_head, layer_heads)):
-        parts = ", ".join(map(repr, get_args(Part)))
+        part_names = ", ".join(map(repr, get_args(Part)))
         raise OptionError(
             f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], or for all heads or layers '
-            f"one of {parts}"
+            f"one of {part_names}"
         )
     for layer_head in layer_heads:
         check_head(model, layer_head, part)

@@ -144,6 +144,8 @@ def test_areas_by_hand(found):
     curve = pd.DataFrame(
         {
             "edges": [0, 1, 4],
+            "low": 0,
+            "high": 1,
             "share": [0, 0.25, 1],
             "faithfulness": [0, 1.2, 1],
             "random": [0, 0, 1.0],

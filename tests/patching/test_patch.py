@@ -348,7 +348,7 @@ def test_the_random_control_is_a_step_of_equal_norm(toy):
     own = base.activations[1][base.positions, 2]
 
     def drawn_for(name):
-        return controls.random_steps(7, name, base, {where: value})[where]
+        return controls.after_random_steps(7, name, base, {where: value})[where]
 
     step = drawn_for("a") - own
     lengths = (value - own).norm(dim=-1)
@@ -715,9 +715,9 @@ def of_tokens(*tokens):
 )
 def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch, wrong, error, message):
     monkeypatch.setattr(plan, "recorded_runs", lambda *_: pytest.fail("a pass was made"))
-    options = {"prompts": short_problems(3), "condition": SLASH} | wrong
+    options = {"model": toy, "prompts": short_problems(3), "condition": SLASH} | wrong
     with pytest.raises(error, match=message):
-        ma.patch(toy, options.pop("prompts"), options.pop("condition"), **options)
+        ma.patch(**options)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,9 @@ def test_paths_that_do_not_exist_are_refused_in_words(toy):
 def test_paths_that_go_together_by_memory_make_no_difference():
     model = loaded_once("toy:llama", dtype=torch.float64)
     together, alone = (
-        ma.paths(model, LONGER[:1], Counterpart(), NAMED[1:4] * 2, memory=memory).effects.effect
+        ma.paths(
+            model, LONGER[:1], Counterpart(), [*NAMED[1:4], ("L00H5", "L1H02.k")], memory=memory
+        ).effects.effect
         for memory in ("1GiB", "1KiB")
     )
     assert len(together.path) == 3, "a path that is named twice is one test"
