@@ -14,6 +14,7 @@ from mechattn.contrast.quantities import (
     Null,
     check_at_most_one_number,
     check_measured,
+    check_names,
     check_one_number,
     in_segment,
     variable_of,
@@ -329,14 +330,22 @@ class Contrast(Question):
         top: int | None = 10,
         by: Ranking | None = None,
         layer: int | None = None,
-        over: Sequence[str] | None = None,
+        conditions: Sequence[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
         """How much selections of heads on random disjoint halves overlap;
         :meth:`mechattn.Result.stability` explains the options.
         """
-        return overlap_table(self, top, by, layer, over, splits, patterns)
+        return overlap_table(
+            self,
+            top=top,
+            by=by,
+            layer=layer,
+            conditions=conditions,
+            splits=splits,
+            patterns=patterns,
+        )
 
 
 def sampled_conditions(conditions: Sequence[str]) -> list[str]:
@@ -345,9 +354,10 @@ def sampled_conditions(conditions: Sequence[str]) -> list[str]:
     Raises:
         OptionError: There are too few, or one is named twice.
     """
+    check_names(conditions=conditions)
     names = list(conditions)
     has_repeats = len(set(names)) < len(names)
-    if isinstance(conditions, str) or has_repeats or len(names) < FEWEST_CONDITIONS:
+    if has_repeats or len(names) < FEWEST_CONDITIONS:
         raise OptionError(
             f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
             " are a sample, and fewer say too little about other conditions; ma.sweep makes them"

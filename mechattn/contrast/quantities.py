@@ -4,7 +4,7 @@ in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import ceil
 from typing import Any, Literal, TypeVar
 
@@ -263,6 +263,16 @@ def check_condition(result: Result, condition: str) -> None:
         raise OptionError(f"there is no condition {condition!r}; the result has {conditions}")
 
 
+def check_names(**arguments: Any) -> None:
+    """Refuse arguments that are not several names of conditions, such as a single text."""
+    for argument, names in arguments.items():
+        is_collection = isinstance(names, Collection) and not isinstance(names, str)
+        if not is_collection or not all(isinstance(name, str) for name in names):
+            raise OptionError(
+                f'{argument}={names!r}: give a list of conditions, such as ["slash", "dots"]'
+            )
+
+
 def check_one_number(values: xr.DataArray, quantity: str) -> None:
     """Refuse values that are not one number for each layer and head of a prompt."""
     dims = [str(dim) for dim in values.dims if dim not in ("prompt", "condition")]
@@ -283,7 +293,7 @@ def check_at_most_one_number(values: xr.DataArray, quantity: str) -> None:
 def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
     """Refuse a layer that was not measured."""
     measured_layers = dataset.layer.values.tolist()
-    if layer not in measured_layers:
+    if isinstance(layer, bool) or layer not in measured_layers:
         raise OptionError(f"layer {layer!r} was not measured; the result has {measured_layers}")
 
 

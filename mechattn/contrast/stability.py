@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from mechattn.contrast.quantities import check_names
 from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking, Selection, largest
 from mechattn.contrast.tested import several_tested
@@ -24,22 +25,23 @@ _RANKED_WORDS = {"difference": "that change most", "beyond": "furthest from the 
 
 def overlap_table(
     contrast: Question,
+    *,
     top: int | None,
     by: Ranking | None,
     layer: int | None,
-    over: Sequence[str] | None,
+    conditions: Sequence[str] | None,
     splits: int,
     patterns: int,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments.
 
     Raises:
-        OptionError: ``over`` names fewer than two different conditions, ``top`` includes all heads,
+        OptionError: ``conditions`` are fewer than two different ones, ``top`` includes all heads,
             or there are too few units for two halves.
     """
     names = [contrast.condition]
-    if over is not None:
-        names = _different_conditions(contrast, over)
+    if conditions is not None:
+        names = _different_conditions(contrast, conditions)
     check_counts(splits=splits, patterns=patterns)
     fewest = Selection("half", top, by).fewest
     ranked_by: Ranking = "difference"
@@ -138,16 +140,17 @@ def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, n
     return order[:half], order[half : 2 * half]
 
 
-def _different_conditions(contrast: Question, over: Sequence[str]) -> list[str]:
-    """The conditions that ``over`` names.
+def _different_conditions(contrast: Question, conditions: Sequence[str]) -> list[str]:
+    """The conditions as a list.
 
     Raises:
         OptionError: They are not at least two different ones, or the result does not have them.
     """
-    are_different = len(set(over)) == len(over) >= 2
-    if isinstance(over, str) or not are_different:
-        raise OptionError(f"over={over!r}: name at least two different conditions")
-    return [contrast.result.condition(name) for name in over]
+    check_names(conditions=conditions)
+    has_repeats = len(set(conditions)) < len(conditions)
+    if has_repeats or len(conditions) < 2:
+        raise OptionError(f"conditions={conditions!r}: name at least two different ones")
+    return [contrast.result.condition(name) for name in conditions]
 
 
 def _rows(
