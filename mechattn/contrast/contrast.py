@@ -144,9 +144,17 @@ class Contrast(Question):
             conditions: At least six conditions; :attr:`condition` is not used.
 
         Raises:
-            OptionError: As for :meth:`table`, or there are too few conditions.
+            OptionError: As for :meth:`table`, there are too few conditions, or one is named twice.
         """
-        names = [self.result.condition(name) for name in sampled_conditions(conditions)]
+        check_names(conditions=conditions)
+        different_names = set(conditions)
+        if not len(different_names) == len(conditions) >= FEWEST_CONDITIONS:
+            raise OptionError(
+                f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
+                " are a sample, and fewer say too little about other conditions; ma.sweep makes"
+                " them"
+            )
+        names = [self.result.condition(name) for name in conditions]
         tested = several_tested(self, names)
         units = tested.units
         units.refuse_below(FEWEST)
@@ -346,23 +354,6 @@ class Contrast(Question):
             splits=splits,
             patterns=patterns,
         )
-
-
-def sampled_conditions(conditions: Sequence[str]) -> list[str]:
-    """The names of conditions that are a sample of other conditions.
-
-    Raises:
-        OptionError: There are too few, or one is named twice.
-    """
-    check_names(conditions=conditions)
-    names = list(conditions)
-    has_repeats = len(set(names)) < len(names)
-    if has_repeats or len(names) < FEWEST_CONDITIONS:
-        raise OptionError(
-            f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
-            " are a sample, and fewer say too little about other conditions; ma.sweep makes them"
-        )
-    return names
 
 
 def _means(contrast: Contrast) -> dict[str, np.ndarray]:

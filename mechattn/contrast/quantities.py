@@ -87,8 +87,10 @@ def head_quantities(result: Result) -> list[str]:
     They have the names of ``result.compare``, and "received" comes first.
     """
     allowed_dims = _HEAD_DIMS | {"segment"}
-    names = _quantities(result, lambda dims: _HEAD_DIMS <= dims <= allowed_dims)
-    names = [name for name in names if not name.endswith("_per_prompt")]
+    names = []
+    for name in _quantities(result, lambda dims: _HEAD_DIMS <= dims <= allowed_dims):
+        if not name.endswith("_per_prompt"):
+            names.append(name)
     return sorted(names, key=lambda name: name != "received")  # False sorts before True
 
 
@@ -211,7 +213,7 @@ def in_segment(variable: Values, segment: str | None) -> Values:
     """
     if "segment" not in variable.dims or segment is None:
         return variable
-    if segment not in variable.segment.values:
+    if not isinstance(segment, str) or segment not in variable.segment.values:
         segments = ", ".join(map(repr, variable.segment.values.tolist()))
         raise OptionError(f"segment={segment!r}: choose one of {segments}")
     return variable.sel(segment=segment)

@@ -147,8 +147,8 @@ def _different_conditions(contrast: Question, conditions: Sequence[str]) -> list
         OptionError: They are not at least two different ones, or the result does not have them.
     """
     check_names(conditions=conditions)
-    has_repeats = len(set(conditions)) < len(conditions)
-    if has_repeats or len(conditions) < 2:
+    different_names = set(conditions)
+    if not len(different_names) == len(conditions) >= 2:
         raise OptionError(f"conditions={conditions!r}: name at least two different ones")
     return [contrast.result.condition(name) for name in conditions]
 
@@ -201,7 +201,8 @@ def _overlap(selections: list[np.ndarray], other_selections: list[np.ndarray]) -
         }
         rows.append(row)
 
-    # The index is NaN in a split that selects nothing. Means and quantiles leave it out.
+    # The index is NaN in a split in which neither half selects a cell. Means and quantiles leave it
+    # out.
     splits = pd.DataFrame(rows)
     means = splits.mean()
     return {

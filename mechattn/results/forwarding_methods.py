@@ -177,11 +177,8 @@ class ForwardingMethods:
 
         Source: Clark 1973; Satterthwaite 1946.
         """
-        from mechattn.contrast.contrast import sampled_conditions
-
-        names = sampled_conditions(conditions)
-        contrast = self._contrast(names[0], to=to, quantity=quantity, **options)
-        return contrast.across(names)
+        contrast = self._contrast(None, to=to, quantity=quantity, **options)
+        return contrast.across(conditions)
 
     def resolution(
         self,

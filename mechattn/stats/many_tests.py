@@ -68,8 +68,8 @@ def paired_tests(differences: Float[np.ndarray, "unit cell"]) -> PairedTests:
         p[candidates] = np.maximum(p[candidates], p_bootstrap)
 
     q = false_discovery(p)
-    skewed = skewed_words(units, skewness(values, column_moments(values)), p_flip, q)
-    return PairedTests(p, q, skewed)
+    skewness_of_values = skewness(values, column_moments(values))
+    return PairedTests(p, q, skewed_words(units, skewness_of_values, p_flip, q))
 
 
 def _p_of_flips(values: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]:

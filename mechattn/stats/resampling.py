@@ -156,7 +156,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     return blocks
 
 
-def without_noise(deviation: np.ndarray, differences: np.ndarray) -> np.ndarray:
+def deviation_without_rounding(deviation: np.ndarray, differences: np.ndarray) -> np.ndarray:
     """The standard deviations of columns, with 0 in place of rounding errors.
 
     Args:
@@ -341,7 +341,7 @@ class _Resampled:
     @classmethod
     def of(cls, differences: np.ndarray, counts: Counts) -> _Resampled:
         """Resample the differences of a few cells [prompt, cell]."""
-        deviation = without_noise(differences.std(0, ddof=1), differences)
+        deviation = deviation_without_rounding(differences.std(0, ddof=1), differences)
         scaled = ratio(differences - differences.mean(0), deviation, otherwise=0.0)
         # One product with the counts gives both the sums of values and the sums of squares.
         powers = np.concatenate([scaled, scaled**2], axis=1).T
