@@ -37,7 +37,8 @@ from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
 from mechattn.stats.units import Resolution, halves_of, random_words, resolution
 
-# With fewer conditions, the interval uses a t distribution with at most 4 degrees of freedom.
+# They are a sample of others. With fewer, the interval uses a t distribution with at most 4 degrees
+# of freedom.
 FEWEST_CONDITIONS = 6
 
 
@@ -146,14 +147,7 @@ class Contrast(Question):
         Raises:
             OptionError: As for :meth:`table`, there are too few conditions, or one is named twice.
         """
-        check_names(conditions=conditions)
-        different_names = set(conditions)
-        if not len(different_names) == len(conditions) >= FEWEST_CONDITIONS:
-            raise OptionError(
-                f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
-                " are a sample, and fewer say too little about other conditions; ma.sweep makes"
-                " them"
-            )
+        check_names("conditions", conditions, FEWEST_CONDITIONS)
         names = [self.result.condition(name) for name in conditions]
         tested = several_tested(self, names)
         units = tested.units

@@ -265,14 +265,20 @@ def check_condition(result: Result, condition: str) -> None:
         raise OptionError(f"there is no condition {condition!r}; the result has {conditions}")
 
 
-def check_names(**arguments: Any) -> None:
-    """Refuse arguments that are not several names of conditions, such as a single text."""
-    for argument, names in arguments.items():
-        is_collection = isinstance(names, Collection) and not isinstance(names, str)
-        if not is_collection or not all(isinstance(name, str) for name in names):
-            raise OptionError(
-                f'{argument}={names!r}: give a list of conditions, such as ["slash", "dots"]'
-            )
+def check_names(argument: str, names: Any, fewest: int) -> None:
+    """Refuse what is not a list of different names, such as a single text, or too short a list.
+
+    Args:
+        argument: The name of the argument.
+        names: Its value.
+        fewest: The number of names that it needs.
+    """
+    is_collection = isinstance(names, Collection) and not isinstance(names, str)
+    are_names = is_collection and all(isinstance(name, str) for name in names)
+    if not are_names or len(set(names)) < max(len(names), fewest):
+        raise OptionError(
+            f"{argument}={names!r}: give a list of {fewest} or more different conditions"
+        )
 
 
 def check_one_number(values: xr.DataArray, quantity: str) -> None:

@@ -40,7 +40,7 @@ def agreement(
     if controls is None:
         named_conditions = (condition, other_condition, to, BASELINE)
         controls = [name for name in result.conditions if name not in named_conditions]
-    check_names(controls=controls)
+    check_names("controls", controls, 0)
     other_conditions = [other_condition, *controls]
     for name in (condition, *other_conditions, to):
         check_condition(result, name)

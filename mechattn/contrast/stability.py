@@ -41,7 +41,8 @@ def overlap_table(
     """
     names = [contrast.condition]
     if conditions is not None:
-        names = _different_conditions(contrast, conditions)
+        check_names("conditions", conditions, 2)
+        names = [contrast.result.condition(name) for name in conditions]
     check_counts(splits=splits, patterns=patterns)
     fewest = Selection("half", top, by).fewest
     ranked_by: Ranking = "difference"
@@ -138,19 +139,6 @@ def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, n
     order = generator.permutation(n)
     half = n // 2
     return order[:half], order[half : 2 * half]
-
-
-def _different_conditions(contrast: Question, conditions: Sequence[str]) -> list[str]:
-    """The conditions as a list.
-
-    Raises:
-        OptionError: They are not at least two different ones, or the result does not have them.
-    """
-    check_names(conditions=conditions)
-    different_names = set(conditions)
-    if not len(different_names) == len(conditions) >= 2:
-        raise OptionError(f"conditions={conditions!r}: name at least two different ones")
-    return [contrast.result.condition(name) for name in conditions]
 
 
 def _rows(

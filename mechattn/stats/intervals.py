@@ -186,8 +186,10 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def row_blocks(values: np.ndarray) -> list[slice]:
-    """Split rows into blocks of 64. A block and what is computed from it then fit in the processor's
-    cache, which makes :meth:`Moments.of` three times as fast.
+    """Split rows into blocks of 64.
+
+    A block and what is computed from it then fit in the processor's cache, which makes
+    :meth:`Moments.of` three times as fast.
     """
     starts = range(0, len(values), _ROWS)
     return [slice(start, start + _ROWS) for start in starts]
