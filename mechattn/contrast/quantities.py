@@ -444,7 +444,13 @@ def layer_blocks(
         bytes_of_a_unit = 2 * resamples + bytes_of_patterns + 8 * _ARRAYS_KEPT * cells
         bytes_of_resamples = resampled_count(prompts) * bytes_of_a_unit
     variable_words = f"{quantity!r} of {prompts:,} prompts"
-    return slices(layers, bytes_of_a_layer, result.memory, variable_words, bytes_of_resamples)
+    return slices(
+        layers,
+        bytes_of_a_layer,
+        result.memory,
+        variable_words,
+        bytes_of_resamples=bytes_of_resamples,
+    )
 
 
 def _quantities(result: Result, has_dims: Callable[[set[Any]], bool]) -> list[str]:

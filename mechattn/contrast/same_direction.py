@@ -51,7 +51,6 @@ def agreement(
 
     # Some prompts are read at a time.
     product = result["mlp_activations"].change_product
-    product = product.transpose("prompt", "layer", "condition", "other_condition")
     blocks = []
     for block in in_parts(product, "prompt", result.memory):
         blocks.append(_cosines(block.astype(np.float64), condition, other_conditions, to))
@@ -82,7 +81,7 @@ def agreement(
 
 
 def _cosines(
-    product: xr.DataArray, condition: str, other_conditions: Sequence[str], to: str
+    product: xr.DataArray, condition: str, other_conditions: list[str], to: str
 ) -> np.ndarray:
     """The cosines of a condition's change from ``to`` with those of other conditions [prompt,
     other, layer]; NaN if one of the two changes nothing.
@@ -102,7 +101,7 @@ def _cosines(
     products_t_t = products_a_t.sel(condition=to, drop=True)
     products_from_t = product - (products_a_t + products_t_b) + products_t_t
 
-    other_labels = xr.DataArray(list(other_conditions), dims="other")
+    other_labels = xr.DataArray(other_conditions, dims="other")
     products_of_condition = products_from_t.sel(condition=condition, drop=True)
     products = products_of_condition.sel(other_condition=other_labels)
     squared_norm = products_of_condition.sel(other_condition=condition, drop=True)

@@ -52,7 +52,7 @@ def overlap_table(
     # The values by which cells are selected, in the cells that all conditions have.
     units = contrast.units
     bags = Bags.drawn(units.n, contrast.seed)
-    tested = several_tested(contrast, names, layer, bags, ranked_by)
+    tested = several_tested(contrast, names, layer=layer, bags=bags, by=ranked_by)
     cell_count = len(tested.labels)
     if top is not None and top >= cell_count:
         raise OptionError(

@@ -175,7 +175,9 @@ def comparison_table(
         if selection.top is not None:
             selecting_distances = selection.distances(candidates.statistics)[is_selected]
 
-    cells = _cell_statistics(contrast, units, reported_units, masks_of_selected, bootstrap_ends)
+    cells = _cell_statistics(
+        contrast, units, reported_units, masks=masks_of_selected, bootstrap_ends=bootstrap_ends
+    )
     cell_count = sum(mask.size for mask in cells.masks)
     check_cells(contrast, cell_count, cells.left_out)
 

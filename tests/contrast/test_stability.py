@@ -181,5 +181,5 @@ def test_within_a_layer_and_in_a_note(slash_result):
     in_common = f"both choose {100 * beyond.jaccard[0]:.0f}\u00a0%"
     assert in_common in choice_words(slash_result, "slash", 1, 3, "beyond")
     assert choice_words(slash_result, "slash", 1, 8) == "", "a choice of all heads is none"
-    with pytest.raises(OptionError, match="layer 7 was not measured"):
-        slash_result.stability("slash", top=3, layer=7)
+    with pytest.raises(OptionError, match="layer True was not measured"):
+        slash_result.stability("slash", top=3, layer=True)
