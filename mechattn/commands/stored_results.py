@@ -14,7 +14,7 @@ import xarray as xr
 from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import head_quantities, segment_of, variable_of
-from mechattn.contrast.table import CHANGE, DIFFERENCE_COLUMNS
+from mechattn.contrast.table import CHANGE_COLUMNS, DIFFERENCE_COLUMNS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
 from mechattn.pages.page import flat, sections_of, write_results
@@ -43,7 +43,7 @@ COLUMNS = (
     "baseline",
     "scale",
     "change_units",
-    *CHANGE,
+    *CHANGE_COLUMNS,
     *DIFFERENCE_COLUMNS,
     "p_beyond",
     "q_beyond",

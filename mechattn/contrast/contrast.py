@@ -14,6 +14,7 @@ from mechattn.contrast.quantities import (
     Null,
     check_at_most_one_number,
     check_measured,
+    check_names,
     check_one_number,
     in_segment,
     variable_of,
@@ -36,7 +37,8 @@ from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
 from mechattn.stats.units import Resolution, halves_of, random_words, resolution
 
-# With fewer conditions, the interval uses a t distribution with at most 4 degrees of freedom.
+# They are a sample of others. With fewer, the interval uses a t distribution with at most 4 degrees
+# of freedom.
 FEWEST_CONDITIONS = 6
 
 
@@ -143,9 +145,10 @@ class Contrast(Question):
             conditions: At least six conditions; :attr:`condition` is not used.
 
         Raises:
-            OptionError: As for :meth:`table`, or there are too few conditions.
+            OptionError: As for :meth:`table`, there are too few conditions, or one is named twice.
         """
-        names = [self.result.condition(name) for name in sampled_conditions(conditions)]
+        check_names("conditions", conditions, FEWEST_CONDITIONS)
+        names = [self.result.condition(name) for name in conditions]
         tested = several_tested(self, names)
         units = tested.units
         units.refuse_below(FEWEST)
@@ -329,30 +332,22 @@ class Contrast(Question):
         top: int | None = 10,
         by: Ranking | None = None,
         layer: int | None = None,
-        over: Sequence[str] | None = None,
+        conditions: Sequence[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
         """How much selections of heads on random disjoint halves overlap;
         :meth:`mechattn.Result.stability` explains the options.
         """
-        return overlap_table(self, top, by, layer, over, splits, patterns)
-
-
-def sampled_conditions(conditions: Sequence[str]) -> list[str]:
-    """The names of conditions that are a sample of other conditions.
-
-    Raises:
-        OptionError: There are too few, or one is named twice.
-    """
-    names = list(conditions)
-    has_repeats = len(set(names)) < len(names)
-    if isinstance(conditions, str) or has_repeats or len(names) < FEWEST_CONDITIONS:
-        raise OptionError(
-            f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
-            " are a sample, and fewer say too little about other conditions; ma.sweep makes them"
+        return overlap_table(
+            self,
+            top=top,
+            by=by,
+            layer=layer,
+            conditions=conditions,
+            splits=splits,
+            patterns=patterns,
         )
-    return names
 
 
 def _means(contrast: Contrast) -> dict[str, np.ndarray]:

@@ -262,21 +262,21 @@ def _comparable(contrasts: Sequence[Question], dim: str) -> set[object]:
 
     Segments to which no attention is paid at all are left out of "to_segment".
     """
-    ours: set[object] = set()
-    theirs: set[object] = set()
+    labels_of_sides: list[set[object]] = [set(), set()]
     attended_labels: set[object] = set()
     for contrast in contrasts:
-        for side_labels, (result, condition) in zip((ours, theirs), contrast.sides, strict=True):
+        for index, (result, condition) in enumerate(contrast.sides):
             check_condition(result, condition)
             variable = variable_of(result, contrast.quantity)
             values = values_in(variable, condition, contrast.segment)
-            side_labels |= labels_where(values.notnull(), dim)  # in place: ours or theirs
+            labels_of_sides[index] |= labels_where(values.notnull(), dim)
             attended_labels |= labels_where(values.fillna(0) != 0, dim)
 
+    labels_of_both = set.intersection(*labels_of_sides)
     if dim == "to_segment":
         # Attention to later segments is 0 in every prompt and condition.
-        return ours & theirs & attended_labels
-    return ours & theirs
+        return labels_of_both & attended_labels
+    return labels_of_both
 
 
 def _of_side(

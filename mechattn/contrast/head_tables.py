@@ -65,7 +65,7 @@ def ranked_heads(
         quantities.check_one_number(values, quantity)
         quantities.check_present(values, quantity, segment, (result, condition))
         block = _head_means(values, null, quantity, units, reported_units, level)
-        block["ranked_by"] = _of_units(values, units)[ranking_units].mean(0)
+        block["ranked_by"] = _unit_values(values, units)[ranking_units].mean(0)
         blocks.append(block)
     table = pd.concat(blocks, ignore_index=True)
     if table.ranked_by.isna().all():
@@ -166,6 +166,7 @@ def sink_kinds(
     table = pd.DataFrame(columns).reset_index()
     table["position"] = table.position.fillna(-1).astype(int)
 
+    # The kinds in reverse order, as a head has the first one that applies.
     table["kind"] = "neither"
     table.loc[table.output_rank < rank_below, "kind"] = "broadcast"
     table.loc[table.value_ratio < value_below, "kind"] = "nop"
@@ -199,10 +200,10 @@ def _head_means(
         reported_units: The units that count.
         level: The level of the intervals.
     """
-    unit_values = _of_units(values, units)[reported_units]
+    unit_values = _unit_values(values, units)[reported_units]
     uniform = np.nan
     if null is not None:
-        uniform = _of_units(null.broadcast_like(values), units)[reported_units].mean(0)
+        uniform = _unit_values(null.broadcast_like(values), units)[reported_units].mean(0)
 
     mean, low, high = t_interval(unit_values, level)
     layer_indices, head_indices = np.indices(values.shape[1:]).reshape(2, -1)
@@ -219,7 +220,7 @@ def _head_means(
     return pd.DataFrame(columns)
 
 
-def _of_units(values: xr.DataArray, units: Units) -> np.ndarray:
+def _unit_values(values: xr.DataArray, units: Units) -> np.ndarray:
     """The mean of each unit's prompts [unit, layer × head]."""
     prompt_values = values.transpose("prompt", "layer", "head").values
     return units.means(prompt_values.reshape(len(prompt_values), -1))

@@ -4,7 +4,7 @@ in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import ceil
 from typing import Any, Literal, TypeVar
 
@@ -87,8 +87,10 @@ def head_quantities(result: Result) -> list[str]:
     They have the names of ``result.compare``, and "received" comes first.
     """
     allowed_dims = _HEAD_DIMS | {"segment"}
-    names = _quantities(result, lambda dims: _HEAD_DIMS <= dims <= allowed_dims)
-    names = [name for name in names if not name.endswith("_per_prompt")]
+    names = []
+    for name in _quantities(result, lambda dims: _HEAD_DIMS <= dims <= allowed_dims):
+        if not name.endswith("_per_prompt"):
+            names.append(name)
     return sorted(names, key=lambda name: name != "received")  # False sorts before True
 
 
@@ -211,7 +213,7 @@ def in_segment(variable: Values, segment: str | None) -> Values:
     """
     if "segment" not in variable.dims or segment is None:
         return variable
-    if segment not in variable.segment.values:
+    if not isinstance(segment, str) or segment not in variable.segment.values:
         segments = ", ".join(map(repr, variable.segment.values.tolist()))
         raise OptionError(f"segment={segment!r}: choose one of {segments}")
     return variable.sel(segment=segment)
@@ -263,6 +265,22 @@ def check_condition(result: Result, condition: str) -> None:
         raise OptionError(f"there is no condition {condition!r}; the result has {conditions}")
 
 
+def check_names(argument: str, names: Any, fewest: int) -> None:
+    """Refuse what is not a list of different names, such as a single text, or too short a list.
+
+    Args:
+        argument: The name of the argument.
+        names: Its value.
+        fewest: The number of names that it needs.
+    """
+    is_collection = isinstance(names, Collection) and not isinstance(names, str)
+    are_names = is_collection and all(isinstance(name, str) for name in names)
+    if not are_names or len(set(names)) < max(len(names), fewest):
+        raise OptionError(
+            f"{argument}={names!r}: give a list of {fewest} or more different conditions"
+        )
+
+
 def check_one_number(values: xr.DataArray, quantity: str) -> None:
     """Refuse values that are not one number for each layer and head of a prompt."""
     dims = [str(dim) for dim in values.dims if dim not in ("prompt", "condition")]
@@ -283,7 +301,7 @@ def check_at_most_one_number(values: xr.DataArray, quantity: str) -> None:
 def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
     """Refuse a layer that was not measured."""
     measured_layers = dataset.layer.values.tolist()
-    if layer not in measured_layers:
+    if isinstance(layer, bool) or layer not in measured_layers:
         raise OptionError(f"layer {layer!r} was not measured; the result has {measured_layers}")
 
 
@@ -426,7 +444,13 @@ def layer_blocks(
         bytes_of_a_unit = 2 * resamples + bytes_of_patterns + 8 * _ARRAYS_KEPT * cells
         bytes_of_resamples = resampled_count(prompts) * bytes_of_a_unit
     variable_words = f"{quantity!r} of {prompts:,} prompts"
-    return slices(layers, bytes_of_a_layer, result.memory, variable_words, bytes_of_resamples)
+    return slices(
+        layers,
+        bytes_of_a_layer,
+        result.memory,
+        variable_words,
+        bytes_of_resamples=bytes_of_resamples,
+    )
 
 
 def _quantities(result: Result, has_dims: Callable[[set[Any]], bool]) -> list[str]:

@@ -59,9 +59,9 @@ class Question:
         seed: The seed of the resampling.
 
     Raises:
-        OptionError: The null, scale or unit is unknown, ``other`` is not a result, the level is not
-            a number from 0.5 to below 1, ``resamples`` is not a positive whole number, or the seed
-            is not a whole number from 0.
+        OptionError: The null, scale or unit is unknown, ``result`` or ``other`` is not a result,
+            the level is not a number from 0.5 to below 1, ``resamples`` is not a positive whole
+            number, or the seed is not a whole number from 0.
     """
 
     result: Result
@@ -83,8 +83,11 @@ class Question:
         check_level(self.level)
         check_counts(resamples=self.resamples)
         check_counts(0, seed=self.seed)
-        if self.other is not None and not isinstance(self.other, Result):
-            raise OptionError(f"other={self.other!r}: give a result, as ma.load_result returns it")
+        for argument, value in (("result", self.result), ("other", self.reference)):
+            if not isinstance(value, Result):
+                raise OptionError(
+                    f"{argument}={value!r}: give a result, as ma.load_result returns it"
+                )
         if self.null is not None:
             check_choice(Null, null=self.null)
         if self.scale is not None:

@@ -9,7 +9,7 @@ import pandas as pd
 import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.quantities import check_condition, in_parts
+from mechattn.contrast.quantities import check_condition, check_names, in_parts
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST, ratio, t_interval
@@ -19,8 +19,9 @@ from mechattn.stats.units import Unit
 def agreement(
     result: Result,
     condition: str,
-    other: str,
-    over: str,
+    other_condition: str,
+    *,
+    to: str,
     controls: Sequence[str] | None,
     unit: Unit,
     level: float,
@@ -28,7 +29,7 @@ def agreement(
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments.
 
     Raises:
-        OptionError: No activations were measured, a condition is unknown, ``over`` is one of the
+        OptionError: No activations were measured, a condition is unknown, ``to`` is one of the
             two, or there are too few units.
     """
     if "mlp_activations" not in result.datasets:
@@ -37,28 +38,28 @@ def agreement(
             " analyses=[ma.analyses.MlpActivations()]"
         )
     if controls is None:
-        named_conditions = (condition, other, over, BASELINE)
+        named_conditions = (condition, other_condition, to, BASELINE)
         controls = [name for name in result.conditions if name not in named_conditions]
-    other_conditions = [other, *controls]
-    for name in (condition, *other_conditions, over):
+    check_names("controls", controls, 0)
+    other_conditions = [other_condition, *controls]
+    for name in (condition, *other_conditions, to):
         check_condition(result, name)
-    if over in (condition, other):
-        raise OptionError(f"over={over!r} is one of the two conditions, so its change is zero")
+    if to in (condition, other_condition):
+        raise OptionError(f"to={to!r} is one of the two conditions, so its change is zero")
     units = units_of(result, unit)
     units.refuse_below(FEWEST)
 
     # Some prompts are read at a time.
     product = result["mlp_activations"].change_product
-    product = product.transpose("prompt", "layer", "condition", "other_condition")
     blocks = []
     for block in in_parts(product, "prompt", result.memory):
-        blocks.append(_cosines(block.astype(np.float64), condition, other_conditions, over))
+        blocks.append(_cosines(block.astype(np.float64), condition, other_conditions, to))
     cosines = np.concatenate(blocks)  # [prompt, other, layer]
 
-    # The cosine with each condition, and that with ``other``, the first, minus each of them.
+    # The cosine with each condition, and that with ``other_condition``, the first, minus each.
     unit_cosines = units.means(cosines)
-    cosine_with_other = cosines[:, :1]
-    unit_differences = units.means(cosine_with_other - cosines)
+    cosines_with_first = cosines[:, :1]
+    unit_differences = units.means(cosines_with_first - cosines)
     mean, low, high = t_interval(unit_cosines, level)
     beyond, beyond_low, beyond_high = t_interval(unit_differences, level)
     layers = product.layer.values
@@ -75,36 +76,36 @@ def agreement(
         "n": np.isfinite(unit_cosines).sum(0).ravel(),
     }
     table = pd.DataFrame(columns)
-    table.attrs = {"over": over, "level": level, "unit": units.unit}
+    table.attrs = {"to": to, "level": level, "unit": units.unit}
     return table
 
 
 def _cosines(
-    product: xr.DataArray, condition: str, other_conditions: Sequence[str], over: str
+    product: xr.DataArray, condition: str, other_conditions: list[str], to: str
 ) -> np.ndarray:
-    """The cosines of a condition's change from ``over`` with those of other conditions [prompt,
+    """The cosines of a condition's change from ``to`` with those of other conditions [prompt,
     other, layer]; NaN if one of the two changes nothing.
 
-    ``⟨a − o, b − o⟩ / (‖a − o‖ ‖b − o‖)`` with
-    ``⟨a − o, b − o⟩ = ⟨a, b⟩ − (⟨a, o⟩ + ⟨o, b⟩) + ⟨o, o⟩``, where a, b and o are the changes from
-    the baseline in the condition, in another one and in ``over``.
+    ``⟨a − t, b − t⟩ / (‖a − t‖ ‖b − t‖)`` with
+    ``⟨a − t, b − t⟩ = ⟨a, b⟩ − (⟨a, t⟩ + ⟨t, b⟩) + ⟨t, t⟩``, where a, b and t are the changes from
+    the baseline in the condition, in another one and in ``to``.
 
     Args:
         product: ``⟨a, b⟩`` [prompt, layer, condition, other_condition].
         condition: The condition.
         other_conditions: The conditions that it is compared with.
-        over: The condition from which changes are measured.
+        to: The condition from which changes are measured.
     """
-    products_with_over = product.sel(other_condition=over, drop=True)  # ⟨a, o⟩
-    products_of_over = product.sel(condition=over, drop=True)  # ⟨o, b⟩
-    squared_norm_of_over = products_with_over.sel(condition=over, drop=True)  # ⟨o, o⟩
-    changes = product - (products_with_over + products_of_over) + squared_norm_of_over
+    products_a_t = product.sel(other_condition=to, drop=True)
+    products_t_b = product.sel(condition=to, drop=True)
+    products_t_t = products_a_t.sel(condition=to, drop=True)
+    products_from_t = product - (products_a_t + products_t_b) + products_t_t
 
-    other_labels = xr.DataArray(list(other_conditions), dims="other")
-    of_condition = changes.sel(condition=condition, drop=True)
-    products = of_condition.sel(other_condition=other_labels)
-    squared_norm = of_condition.sel(other_condition=condition, drop=True)
-    squared_norms = changes.sel(condition=other_labels, other_condition=other_labels)
+    other_labels = xr.DataArray(other_conditions, dims="other")
+    products_of_condition = products_from_t.sel(condition=condition, drop=True)
+    products = products_of_condition.sel(other_condition=other_labels)
+    squared_norm = products_of_condition.sel(other_condition=condition, drop=True)
+    squared_norms = products_from_t.sel(condition=other_labels, other_condition=other_labels)
 
     dims = ("prompt", "other", "layer")
     products = products.transpose(*dims)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from mechattn.contrast.quantities import check_names
 from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking, Selection, largest
 from mechattn.contrast.tested import several_tested
@@ -24,22 +25,24 @@ _RANKED_WORDS = {"difference": "that change most", "beyond": "furthest from the 
 
 def overlap_table(
     contrast: Question,
+    *,
     top: int | None,
     by: Ranking | None,
     layer: int | None,
-    over: Sequence[str] | None,
+    conditions: Sequence[str] | None,
     splits: int,
     patterns: int,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments.
 
     Raises:
-        OptionError: ``over`` names fewer than two different conditions, ``top`` includes all heads,
+        OptionError: ``conditions`` are fewer than two different ones, ``top`` includes all heads,
             or there are too few units for two halves.
     """
     names = [contrast.condition]
-    if over is not None:
-        names = _different_conditions(contrast, over)
+    if conditions is not None:
+        check_names("conditions", conditions, 2)
+        names = [contrast.result.condition(name) for name in conditions]
     check_counts(splits=splits, patterns=patterns)
     fewest = Selection("half", top, by).fewest
     ranked_by: Ranking = "difference"
@@ -49,7 +52,7 @@ def overlap_table(
     # The values by which cells are selected, in the cells that all conditions have.
     units = contrast.units
     bags = Bags.drawn(units.n, contrast.seed)
-    tested = several_tested(contrast, names, layer, bags, ranked_by)
+    tested = several_tested(contrast, names, layer=layer, bags=bags, by=ranked_by)
     cell_count = len(tested.labels)
     if top is not None and top >= cell_count:
         raise OptionError(
@@ -138,18 +141,6 @@ def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, n
     return order[:half], order[half : 2 * half]
 
 
-def _different_conditions(contrast: Question, over: Sequence[str]) -> list[str]:
-    """The conditions that ``over`` names.
-
-    Raises:
-        OptionError: They are not at least two different ones, or the result does not have them.
-    """
-    are_different = len(set(over)) == len(over) >= 2
-    if isinstance(over, str) or not are_different:
-        raise OptionError(f"over={over!r}: name at least two different conditions")
-    return [contrast.result.condition(name) for name in over]
-
-
 def _rows(
     values: dict[str, np.ndarray], halves: _Halves, select: _Select
 ) -> list[dict[str, object]]:
@@ -198,7 +189,8 @@ def _overlap(selections: list[np.ndarray], other_selections: list[np.ndarray]) -
         }
         rows.append(row)
 
-    # The index is NaN in a split that selects nothing. Means and quantiles leave it out.
+    # The index is NaN in a split in which neither half selects a cell. Means and quantiles leave it
+    # out.
     splits = pd.DataFrame(rows)
     means = splits.mean()
     return {

@@ -55,11 +55,11 @@ _LOG_RATIOS = {
     "change_high": "difference_high",
     "change_null": "null",
 }
-CHANGE = [*_LOG_RATIOS]
+CHANGE_COLUMNS = [*_LOG_RATIOS]
 DEFAULT_MARGINS = {"log-ratio": 0.05, "difference": 0.005}  # 5 %, and half a point of 100
 _TEST_COLUMNS = ["q_beyond", "q_difference", "n"]
-_DIFFERENCE = [*_LOG_RATIOS.values()]
-DIFFERENCE_COLUMNS = [*_DIFFERENCE, "beyond", "beyond_low", "beyond_high"]
+_MAIN_DIFFERENCE_COLUMNS = [*_LOG_RATIOS.values()]
+DIFFERENCE_COLUMNS = [*_MAIN_DIFFERENCE_COLUMNS, "beyond", "beyond_low", "beyond_high"]
 _OPTION_COLUMNS = ["q_same", "q_random"]  # added by margin=… and random=…
 
 Columns = Literal["main", "all"]
@@ -175,7 +175,9 @@ def comparison_table(
         if selection.top is not None:
             selecting_distances = selection.distances(candidates.statistics)[is_selected]
 
-    cells = _cell_statistics(contrast, units, reported_units, masks_of_selected, bootstrap_ends)
+    cells = _cell_statistics(
+        contrast, units, reported_units, masks=masks_of_selected, bootstrap_ends=bootstrap_ends
+    )
     cell_count = sum(mask.size for mask in cells.masks)
     check_cells(contrast, cell_count, cells.left_out)
 
@@ -206,9 +208,9 @@ def main_columns(table: pd.DataFrame) -> pd.DataFrame:
     """The columns of a table that a paper prints: the change with its interval and its null, q and
     n.
     """
-    effect_columns = _DIFFERENCE
+    effect_columns = _MAIN_DIFFERENCE_COLUMNS
     if "change" in table:
-        effect_columns = CHANGE
+        effect_columns = CHANGE_COLUMNS
     first_effect = table.columns.get_loc(effect_columns[0])  # labels stand before it
     label_columns = table.columns[:first_effect]
     option_columns = table.columns.intersection(_OPTION_COLUMNS)
@@ -359,7 +361,7 @@ def _columns(cells: _Cells) -> pd.DataFrame:
     if cells.last_block.scale == "log-ratio":
         for change_column, log_ratio_column in _LOG_RATIOS.items():
             table[change_column] = np.expm1(table[log_ratio_column])
-        first_columns = [*label_columns, *CHANGE, *_TEST_COLUMNS, *DIFFERENCE_COLUMNS]
+        first_columns = [*label_columns, *CHANGE_COLUMNS, *_TEST_COLUMNS, *DIFFERENCE_COLUMNS]
     other_columns = table.columns.drop(first_columns)
     return table[[*first_columns, *other_columns]].assign(scale=cells.last_block.scale)
 

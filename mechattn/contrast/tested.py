@@ -115,7 +115,9 @@ def several_tested(
         )
 
     # Cells are matched by their position, so their labels must agree.
-    by_condition = [what_is_tested(of_condition, layer, bags, by) for of_condition in contrasts]
+    by_condition = [
+        what_is_tested(of_condition, layer=layer, bags=bags, by=by) for of_condition in contrasts
+    ]
     first_tested = by_condition[0]
     for name, tested in zip(names, by_condition, strict=True):
         for dim in first_tested.labels:

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mechattn.contrast.contrast import Contrast, Verdict
+    from mechattn.contrast.quantities import Null, Scale
+    from mechattn.contrast.table import Columns, Ranking
     from mechattn.results.result import Result
-    from mechattn.stats.units import Resolution
+    from mechattn.stats.units import Resolution, Unit
 
 
 class Options(TypedDict, total=False):
@@ -32,9 +34,9 @@ class Options(TypedDict, total=False):
 
     segment: str | None
     other: Result | None
-    null: Literal["dilution", "uniform", "blind"] | None
-    scale: Literal["log-ratio", "difference"] | None
-    unit: Literal["auto", "prompt"]
+    null: Null | None
+    scale: Scale | None
+    unit: Unit
     matched: bool
     level: float
     resamples: int
@@ -50,9 +52,9 @@ class ForwardingMethods:
         segment: str = "question",
         *,
         to: str = BASELINE,
-        unit: Literal["auto", "prompt"] = "auto",
+        unit: Unit = "auto",
         margin: float | None = None,
-        null: Literal["dilution", "uniform", "blind"] | None = None,
+        null: Null | None = None,
     ) -> Verdict:
         """Test how the attention that a segment receives changes between two conditions, and
         whether it changes as a null predicts.
@@ -82,10 +84,10 @@ class ForwardingMethods:
         *,
         select: Literal["half"] | None = None,
         top: int | None = None,
-        by: Literal["beyond", "difference"] | None = None,
+        by: Ranking | None = None,
         random: Sequence[Result] | None = None,
         margin: float | None = None,
-        columns: Literal["main", "all"] = "main",
+        columns: Columns = "main",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
         """Return a table that compares a quantity between two conditions, paired by prompt, with
@@ -175,11 +177,8 @@ class ForwardingMethods:
 
         Source: Clark 1973; Satterthwaite 1946.
         """
-        from mechattn.contrast.contrast import sampled_conditions
-
-        names = sampled_conditions(conditions)
-        contrast = self._contrast(names[0], to=to, quantity=quantity, **options)
-        return contrast.across(names)
+        contrast = self._contrast(None, to=to, quantity=quantity, **options)
+        return contrast.across(conditions)
 
     def resolution(
         self,
@@ -220,7 +219,7 @@ class ForwardingMethods:
         condition: str = BASELINE,
         segment: str = "question",
         select: Literal["half"] | None = None,
-        unit: Literal["auto", "prompt"] = "auto",
+        unit: Unit = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
         """List the heads with the largest values of a quantity, with intervals over prompts and the
@@ -265,9 +264,9 @@ class ForwardingMethods:
         quantity: str = "received",
         *,
         top: int | None = 10,
-        by: Literal["beyond", "difference"] | None = None,
+        by: Ranking | None = None,
         layer: int | None = None,
-        over: Sequence[str] | None = None,
+        conditions: Sequence[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
         **options: Unpack[Options],
@@ -289,8 +288,9 @@ class ForwardingMethods:
             top: The number of heads that change most; None selects those with q_difference < 0.05.
             by: What ranks the ``top`` heads, as for :meth:`compare`.
             layer: Only heads of this layer; by default all.
-            over: Several conditions, such as fillers. There is one row for each, and one for each
-                pair, in which the first selects on one half and the second on the other.
+            conditions: Several conditions, such as fillers, in place of ``condition``. There is one
+                row for each, and one for each pair, in which the first selects on one half and the
+                second on the other.
             splits: The number of random splits.
             patterns: The number of sign patterns that are tried for q if there are too many to try
                 all; at least 20 per test.
@@ -298,27 +298,30 @@ class ForwardingMethods:
 
         Raises:
             OptionError: :meth:`compare` refuses the options, there are too few prompts or fewer
-                heads than ``top``, or both ``condition`` and ``over`` are given.
+                heads than ``top``, or both ``condition`` and ``conditions`` are given.
 
         Source: Stability over resampled inputs, arXiv:2510.00845.
         """
-        if condition is not None and over is not None:
-            raise OptionError(
-                "give condition=… or over=[…], not both: over names all conditions to compare"
-            )
+        if condition is not None and conditions is not None:
+            raise OptionError("give condition=… or conditions=[…], not both")
         contrast = self._contrast(condition, quantity=quantity, **options)
         return contrast.stability(
-            top=top, by=by, layer=layer, over=over, splits=splits, patterns=patterns
+            top=top,
+            by=by,
+            layer=layer,
+            conditions=conditions,
+            splits=splits,
+            patterns=patterns,
         )
 
     def agreement(
         self,
         condition: str,
-        other: str,
-        over: str = BASELINE,
+        other_condition: str,
+        to: str = BASELINE,
         *,
         controls: Sequence[str] | None = None,
-        unit: Literal["auto", "prompt"] = "auto",
+        unit: Unit = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
         """Compute for each layer the cosine between the changes of MLP activations that two
@@ -334,8 +337,8 @@ class ForwardingMethods:
 
         Args:
             condition: A condition, such as "slash".
-            other: Another condition, such as "arm".
-            over: The condition from which both changes are measured.
+            other_condition: Another condition, such as "arm".
+            to: The condition from which both changes are measured.
             controls: Conditions to compare the first one with as controls; by default all others of
                 the result.
             unit: As for :meth:`compare`.
@@ -346,7 +349,15 @@ class ForwardingMethods:
         """
         from mechattn.contrast.same_direction import agreement
 
-        return agreement(self._result, condition, other, over, controls, unit, level)
+        return agreement(
+            self._result,
+            condition,
+            other_condition,
+            to=to,
+            controls=controls,
+            unit=unit,
+            level=level,
+        )
 
     def attention_budget(
         self, condition: str | None = None, layer: int | None = None
@@ -464,6 +475,6 @@ class ForwardingMethods:
         result = self._result
         if condition is None and options.get("other") is None:
             references = (BASELINE, options.get("to"))
-            compared = (name for name in result.conditions if name not in references)
-            condition = next(compared, None)
+            compared_names = (name for name in result.conditions if name not in references)
+            condition = next(compared_names, None)
         return Contrast(result, result.condition(condition), **options)

@@ -89,14 +89,6 @@ class Moments:
         m2 = first.m2 + second.m2 + delta**2 * first.n * second_share
         return Moments(n, mean, m2)
 
-    def _padded(self, length: int) -> Moments:
-        """These moments, with cells without observations appended to the last axis."""
-        widths = [(0, 0)] * self.n.ndim
-        widths[-1] = (0, length - self.n.shape[-1])
-        return Moments(
-            n=np.pad(self.n, widths), mean=np.pad(self.mean, widths), m2=np.pad(self.m2, widths)
-        )
-
     @property
     def variance(self) -> np.ndarray:
         """The unbiased variance; NaN with fewer than two observations."""
@@ -114,6 +106,14 @@ class Moments:
         half_width = quantile * error
         mean = self.known_mean
         return Interval(mean, mean - half_width, mean + half_width)
+
+    def _padded(self, length: int) -> Moments:
+        """These moments, with cells without observations appended to the last axis."""
+        widths = [(0, 0)] * self.n.ndim
+        widths[-1] = (0, length - self.n.shape[-1])
+        return Moments(
+            n=np.pad(self.n, widths), mean=np.pad(self.mean, widths), m2=np.pad(self.m2, widths)
+        )
 
 
 def ratio(
@@ -186,8 +186,10 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def row_blocks(values: np.ndarray) -> list[slice]:
-    """Split rows into blocks of 64. A block and what is computed from it then fit in the processor's
-    cache, which makes :meth:`Moments.of` three times as fast.
+    """Split rows into blocks of 64.
+
+    A block and what is computed from it then fit in the processor's cache, which makes
+    :meth:`Moments.of` three times as fast.
     """
     starts = range(0, len(values), _ROWS)
     return [slice(start, start + _ROWS) for start in starts]

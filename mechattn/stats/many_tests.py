@@ -17,7 +17,7 @@ from mechattn.stats.paired import (
     skewness,
 )
 from mechattn.stats.resampling import drawn_signs, flipped
-from mechattn.stats.units import MOST_EXACT, MOST_SINGLE, RESAMPLES, patterns_needed
+from mechattn.stats.units import MOST_SINGLE, RESAMPLES, patterns_needed
 
 _SEED = 0  # of sign flips and resamples
 _MOST_OF_PAIRED = 4000  # cells: `paired` tests this number in a second or two
@@ -68,8 +68,8 @@ def paired_tests(differences: Float[np.ndarray, "unit cell"]) -> PairedTests:
         p[candidates] = np.maximum(p[candidates], p_bootstrap)
 
     q = false_discovery(p)
-    skewed = skewed_words(units, skewness(values, column_moments(values)), p_flip, q)
-    return PairedTests(p, q, skewed)
+    skewness_of_values = skewness(values, column_moments(values))
+    return PairedTests(p, q, skewed_words(units, skewness_of_values, p_flip, q))
 
 
 def _p_of_flips(values: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " cell"]:
@@ -94,7 +94,7 @@ def _p_of_flips(values: Float[np.ndarray, "unit cell"]) -> Float[np.ndarray, " c
         for start in range(0, len(undecided_columns), _CELLS_AT_ONCE):
             columns = undecided_columns[start : start + _CELLS_AT_ONCE]
             p[columns] = flipped(values[:, columns], signs)
-        if units <= MOST_EXACT or patterns == most_patterns:
+        if signs.is_exhaustive or patterns == most_patterns:
             return p
 
         is_undecided = p < _ENOUGH_HITS / patterns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -172,10 +172,10 @@ def paired(
 
     stream = PairedStream(n, level, resamples, seed, bootstrap_ends)
     stream.add(values.reshape(n, -1), expected, rounding)
-    columns = vars(stream.statistics()).copy()
-    del columns["n"]
+    statistics = stream.statistics()
+    columns = {name: column for name, column in vars(statistics).items() if name != "n"}
     in_cells = {name: column.reshape(values.shape[1:]) for name, column in columns.items()}
-    return Paired(n=n, **in_cells)
+    return replace(statistics, **in_cells)
 
 
 class PairedStream:
@@ -318,11 +318,11 @@ class PairedStream:
         tests["p_flip"] = p_flip
         tests["p"] = p_flip
 
-        if draws.plain_counts and self.bootstrap_ends:
+        if draws.plain_counts is not None and self.bootstrap_ends:
             upper, lower = resampling.t_quantiles(values, draws.plain_counts, self.level)
             tests["low_bootstrap"] = mean - upper * error
             tests["high_bootstrap"] = mean - lower * error
-        if not draws.sequential_counts or not mean.size:
+        if draws.sequential_counts is None or not mean.size:
             return tests
 
         t = resampling.t_of(mean, error)
@@ -357,7 +357,7 @@ def column_moments(d: np.ndarray, level: float = 0.95) -> CellColumns:
     _, low, high = moments.interval(level)
 
     is_incomplete = moments.n < len(d)
-    deviation = resampling.without_noise(np.sqrt(moments.variance), d)
+    deviation = resampling.deviation_without_rounding(np.sqrt(moments.variance), d)
     return {
         "low": low,
         "high": high,
@@ -366,20 +366,23 @@ def column_moments(d: np.ndarray, level: float = 0.95) -> CellColumns:
     }
 
 
-def skewness(d: np.ndarray, columns: CellColumns) -> np.ndarray:
-    """The third standardised moment of each column, from its :func:`column_moments`; NaN if nothing
-    varies.
+def skewness(d: np.ndarray, moments: CellColumns) -> np.ndarray:
+    """The third standardised moment of each column; NaN if nothing varies.
 
     ``mean((d − mean)³) / s³``, where s² is divided by n rather than n − 1. ``scipy.stats.skew``
     gives the same, but holds three more arrays of the size of ``d``.
+
+    Args:
+        d: Values [unit, cell].
+        moments: The :func:`column_moments` of these values.
     """
     n = len(d)
     third_moment = np.zeros(d.shape[1])
     for rows in row_blocks(d):
-        deviations = d[rows] - columns["mean"]
+        deviations = d[rows] - moments["mean"]
         third_moment += (deviations**3).sum(0) / n
 
-    population_deviation = columns["deviation"] * np.sqrt((n - 1) / n)
+    population_deviation = moments["deviation"] * np.sqrt((n - 1) / n)
     return ratio(third_moment, population_deviation**3)
 
 
@@ -405,10 +408,12 @@ def false_discovery(p: np.ndarray) -> np.ndarray:
 
 
 class Draws(NamedTuple):
-    """The random draws for a number of units: both kinds of resamples, and sign patterns."""
+    """The random draws for a number of units: both kinds of resamples, which are None with too few
+    units, and sign patterns.
+    """
 
-    plain_counts: resampling.Counts
-    sequential_counts: resampling.Counts
+    plain_counts: resampling.Counts | None
+    sequential_counts: resampling.Counts | None
     signs: resampling.Signs
 
 
@@ -416,8 +421,8 @@ def _random_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     """Draw the resamples for which n units are enough, and the sign patterns."""
     # Every number depends on the order of these draws.
     generator = np.random.default_rng(seed)
-    plain_counts: resampling.Counts = []
-    sequential_counts: resampling.Counts = []
+    plain_counts = None
+    sequential_counts = None
     if n >= FEWEST_FOR_BOOTSTRAP:
         plain_counts = resampling.resample(n, resamples, generator)
     if n >= FEWEST_FOR_SIMULTANEOUS:

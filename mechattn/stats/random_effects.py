@@ -146,7 +146,8 @@ def against_draws(
     z_of_draws = []
     for index, draw in enumerate(draws):
         other_draws = np.delete(draws, index, axis=0)
-        z_of_draw = z_of(draw, *_mean_and_deviation(other_draws, axes))
+        other_mean, other_deviation = _mean_and_deviation(other_draws, axes)
+        z_of_draw = z_of(draw, other_mean, other_deviation)
         z_of_draws.append(z_of_draw[np.isfinite(z_of_draw)])
     random_z = np.sort(np.concatenate(z_of_draws))
     compared = len(random_z)
@@ -194,8 +195,8 @@ def _mean_and_deviation(draws: np.ndarray, axes: tuple[int, ...]) -> tuple[np.nd
 
     The mean of no values is NaN, and so is the standard deviation of fewer than two.
     """
-    finite = np.ma.masked_invalid(draws)
-    mean = finite.mean(axes, keepdims=True).filled(np.nan)[0]
-    deviation = finite.std(axes, ddof=1, keepdims=True).filled(np.nan)[0]
+    known_draws = np.ma.masked_invalid(draws)
+    mean = known_draws.mean(axes, keepdims=True).filled(np.nan)[0]
+    deviation = known_draws.std(axes, ddof=1, keepdims=True).filled(np.nan)[0]
     cells = draws.shape[1:]
     return np.broadcast_to(mean, cells), np.broadcast_to(deviation, cells)

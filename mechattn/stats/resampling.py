@@ -5,6 +5,7 @@ simultaneous bootstrap-t.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -22,19 +23,24 @@ _FAR = 3  # a t this many times as far out as any t* of the pilot counts as furt
 
 # How often each prompt is in each resample [resample, prompt], in blocks of resamples.
 Counts = list[np.ndarray]
-# Sign patterns as packed bits, 1 for −1 [pattern, prompt / 8], in blocks of patterns.
-Signs = list[np.ndarray]
 
 
 # Sign flips.
 
 
+class Signs(NamedTuple):
+    """Sign patterns of some prompts."""
+
+    blocks: list[np.ndarray]  # packed bits, 1 for −1 [pattern, prompt / 8], in blocks of patterns
+    is_exhaustive: bool  # whether these are all patterns, each once; otherwise they are random
+
+
 def flipped(differences: np.ndarray, signs: Signs) -> np.ndarray:
     """The two-sided p of sign flips for a mean of 0, for each column of differences [prompt, cell].
 
-    ``count`` is the number of patterns that give at least as large a mean. Up to 12 prompts, where
-    all patterns are tried, p is ``count / patterns``; with more, where they are random, it is
-    ``(1 + count) / (1 + patterns)``. The test is exact if differences are symmetric about 0.
+    ``count`` is the number of patterns that give at least as large a mean. If all patterns are
+    tried, p is ``count / patterns``; if they are random, it is ``(1 + count) / (1 + patterns)``.
+    The test is exact if differences are symmetric about 0.
 
     Args:
         differences: Differences [prompt, cell].
@@ -43,7 +49,7 @@ def flipped(differences: np.ndarray, signs: Signs) -> np.ndarray:
     Returns:
         The p of each cell [cell]; NaN in a cell that lacks a prompt's value.
     """
-    pattern_count = sum(map(len, signs))
+    pattern_count = sum(map(len, signs.blocks))
     means = differences.mean(0)
     count = np.zeros(len(means))
 
@@ -55,16 +61,17 @@ def flipped(differences: np.ndarray, signs: Signs) -> np.ndarray:
     # An equal mean must count, although it was summed in a different order.
     observed_means = abs(means)[tried_columns] * (1 - 1e-12)
 
-    for packed_signs in signs:
+    for packed_signs in signs.blocks:
         bits = np.unpackbits(packed_signs, axis=1, count=len(differences))
         factors = np.where(bits, -1.0, 1.0)  # [pattern, prompt]
         flipped_means = abs(factors @ values) / len(differences)
         is_as_large = flipped_means >= observed_means
         count[tried_columns] += is_as_large.sum(0)
 
-    p = (1 + count) / (1 + pattern_count)
-    if len(differences) <= MOST_EXACT:
+    if signs.is_exhaustive:
         p = count / pattern_count
+    else:
+        p = (1 + count) / (1 + pattern_count)
     return np.where(np.isnan(means), np.nan, p)
 
 
@@ -79,13 +86,13 @@ def drawn_signs(n: int, pattern_count: int, generator: np.random.Generator) -> S
     if n <= MOST_EXACT:
         pattern_numbers = np.arange(2**n)[:, None]
         bits = (pattern_numbers >> np.arange(n)) & 1
-        return [np.packbits(bits, axis=1)]
+        return Signs([np.packbits(bits, axis=1)], is_exhaustive=True)
 
     blocks = []
     for block_size in _block_sizes(pattern_count, _PATTERNS_AT_ONCE):
         factors = generator.choice([-1.0, 1.0], (block_size, n))
         blocks.append(np.packbits(factors < 0, axis=1))
-    return blocks
+    return Signs(blocks, is_exhaustive=False)
 
 
 # The bootstrap.
@@ -149,7 +156,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     return blocks
 
 
-def without_noise(deviation: np.ndarray, differences: np.ndarray) -> np.ndarray:
+def deviation_without_rounding(deviation: np.ndarray, differences: np.ndarray) -> np.ndarray:
     """The standard deviations of columns, with 0 in place of rounding errors.
 
     Args:
@@ -334,7 +341,7 @@ class _Resampled:
     @classmethod
     def of(cls, differences: np.ndarray, counts: Counts) -> _Resampled:
         """Resample the differences of a few cells [prompt, cell]."""
-        deviation = without_noise(differences.std(0, ddof=1), differences)
+        deviation = deviation_without_rounding(differences.std(0, ddof=1), differences)
         scaled = ratio(differences - differences.mean(0), deviation, otherwise=0.0)
         # One product with the counts gives both the sums of values and the sums of squares.
         powers = np.concatenate([scaled, scaled**2], axis=1).T

@@ -271,7 +271,7 @@ def test_two_results_of_the_same_prompts():
             dict(condition="slash", select="half", top=3, by="q"),
             "by='q': choose one of 'beyond', 'difference'",
         ),
-        (dict(condition="slash", level=95), "level=95"),
+        (dict(condition="slash", segment=["question"]), "segment=.'question'.: choose"),
         (dict(condition="slash", seed=-1), "seed=-1: give a whole number"),
         (dict(condition="slash", other="b.zarr"), "other='b.zarr': give a result"),
         (dict(condition="slash", margins=0.1), "a comparison has no option 'margins'"),

@@ -52,8 +52,8 @@ def test_agreement(changes):
     assert abs(table.loc["c"].cosine).max() < 0.3
 
 
-def test_over_another_condition(changes):
-    table = made(changes).agreement("a", "b", over="c", controls=[])
+def test_from_another_condition(changes):
+    table = made(changes).agreement("a", "b", to="c", controls=[])
     expected = cosine(changes[:, 1] - changes[:, 3], changes[:, 2] - changes[:, 3])
     np.testing.assert_allclose(table.cosine, expected.mean(0), atol=1e-12)
 

@@ -106,11 +106,11 @@ def test_noise_shares_what_chance_gives_and_an_effect_far_more():
     assert real.jaccard > 0.9 > 5 * real.by_chance
 
 
-def test_over_fillers():
+def test_several_fillers():
     one = np.where(np.arange(HEADS) < 10, 3.0, 0.0)
     other = np.where(np.arange(HEADS) >= 50, 3.0, 0.0)
     result = drawn([one, one, other])
-    table = ask(result, top=10, over=["c0", "c1", "c2"], splits=15, seed=1)
+    table = ask(result, top=10, conditions=["c0", "c1", "c2"], splits=15, seed=1)
     table.index = table.condition + table.other
     assert list(table.index) == ["c0c0", "c1c1", "c2c2", "c0c1", "c0c2", "c1c2"]
     jaccard = table.jaccard
@@ -143,7 +143,7 @@ def test_what_it_refuses():
     for options, message in (
         (dict(top=HEADS), f"top=60: give a number of heads below {HEADS}"),
         (dict(top=None), "10 prompts; give at least 12"),
-        (dict(condition="c0", over=["c0", "c1"]), "condition=… or over="),
+        (dict(condition="c0", conditions=["c0", "c1"]), "condition=… or conditions="),
         (dict(top=None, by="beyond"), "by='beyond' ranks heads: give top="),
     ):
         with pytest.raises(OptionError, match=message):
@@ -181,5 +181,5 @@ def test_within_a_layer_and_in_a_note(slash_result):
     in_common = f"both choose {100 * beyond.jaccard[0]:.0f}\u00a0%"
     assert in_common in choice_words(slash_result, "slash", 1, 3, "beyond")
     assert choice_words(slash_result, "slash", 1, 8) == "", "a choice of all heads is none"
-    with pytest.raises(OptionError, match="layer 7 was not measured"):
-        slash_result.stability("slash", top=3, layer=7)
+    with pytest.raises(OptionError, match="layer True was not measured"):
+        slash_result.stability("slash", top=3, layer=True)

@@ -115,7 +115,10 @@ def test_every_figure_and_table_is_the_same(measured, place):
 
     for memory, make in (
         ("60KiB", lambda of: of.stability("slash", top=3, splits=20)),
-        ("60KiB", lambda of: of.stability(top=2, layer=1, over=["slash", "sentence"], splits=20)),
+        (
+            "60KiB",
+            lambda of: of.stability(top=2, layer=1, conditions=["slash", "sentence"], splits=20),
+        ),
         ("9KiB", lambda of: of.agreement("slash", "sentence")),
         ("300KiB", lambda of: of.compare("slash", segment=None, resamples=99, columns="all")),
         (SMALL, lambda of: heads_table(of_received(of))[0]),

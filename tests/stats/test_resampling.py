@@ -7,12 +7,12 @@ from scipy import stats
 
 from mechattn.stats import resampling
 from mechattn.stats.resampling import (
+    deviation_without_rounding,
     p_values,
     resample,
     resample_sequentially,
     t_quantiles,
     tails,
-    without_noise,
 )
 from tests.stats.test_paired import drawn as normal
 
@@ -47,7 +47,7 @@ def bootstrap_t(d, counts, level):
 
 
 def ends(d, quantiles):
-    spread = without_noise(d.std(0, ddof=1), d) / np.sqrt(len(d))
+    spread = deviation_without_rounding(d.std(0, ddof=1), d) / np.sqrt(len(d))
     return [d.mean(0) - quantile * spread for quantile in quantiles]
 
 
