@@ -11,7 +11,6 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Any, Literal, Protocol
@@ -160,18 +159,17 @@ class Ray:
             OptionError: No machine of the cluster has room for an actor.
         """
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        needs = {"CPU": threads, "GPU": 0}
+        needs = {"CPU": threads}
         if any("GPU" in resources for resources in machines):
             needs = {"CPU": 1, "GPU": 1}  # the GPUs compute, so one core per actor is enough
 
         most_workers = 0
         for resources in machines:
-            counts = [resources.get(name, 0) // need for name, need in needs.items() if need]
-            most_workers += int(min(counts))
+            most_workers += int(min(resources.get(name, 0) // need for name, need in needs.items()))
         if not most_workers:
             raise OptionError(
-                f"no machine of the Ray cluster has the {needs['CPU']} cores and {needs['GPU']} "
-                "GPUs that a worker needs: use fewer threads, or add machines to the cluster"
+                f"no machine of the Ray cluster has what a worker needs ({needs}): use fewer "
+                "threads, or add machines to the cluster"
             )
         actor_count = min(self.workers or most_workers, chunk_count)
         if actor_count > most_workers:
@@ -180,7 +178,7 @@ class Ray:
 
         actor_class = ray.remote(Worker).options(
             num_cpus=needs["CPU"],
-            num_gpus=needs["GPU"],
+            num_gpus=needs.get("GPU", 0),
             max_restarts=-1,  # as often as needed
             max_task_retries=TRIES - 1,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
@@ -199,12 +197,20 @@ class Ray:
             if self.address is None:
                 return _with_private_cluster()
             import ray
+
+            if not ray.is_initialized():
+                ray.init(self.address, log_to_driver=False, logging_level=WARNING)
+        except MechattnError:  # an OptionError is a ValueError, which is caught below
+            raise
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = f"there is no Ray cluster at address={self.address!r}"
+            if self.address is None:
+                problem = "Ray cannot start a cluster on this machine"
+            reason = str(error).partition("\n")[0]
+            raise OptionError(f"{problem}: {reason}") from None
 
-        if not ray.is_initialized():
-            with _errors_as_refusals(f"there is no Ray cluster at address={self.address!r}"):
-                ray.init(self.address, log_to_driver=False, logging_level=WARNING)
         return ray
 
 
@@ -222,24 +228,29 @@ def _with_private_cluster() -> Any:
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         variables["RAY_AUTH_MODE"] = "token"
 
-    with _environment(variables):  # for the processes of the cluster, which inherit it
+    old_values = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)  # for the processes of the cluster, which inherit them
+    try:
         import ray
 
         if ray.is_initialized():
             return ray
         # ray/_private/ray_constants.py reads ONE_MACHINE into this constant when Ray is imported,
-        # which may have been earlier. get_node_ip_address in ray/_private/services.py returns the
-        # loopback address if the constant is false (github.com/ray-project/ray/issues/18730).
+        # which may have been earlier. If it is false, ray/_private/services.py uses the loopback
+        # address (github.com/ray-project/ray/issues/18730).
         constants = ray._private.ray_constants
         was_enabled = constants.ENABLE_RAY_CLUSTER
         constants.ENABLE_RAY_CLUSTER = False
         try:
-            with _errors_as_refusals("Ray cannot start a cluster on this machine"):
-                ray.init(
-                    "local", include_dashboard=False, log_to_driver=False, logging_level=WARNING
-                )
+            ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=WARNING)
         finally:
             constants.ENABLE_RAY_CLUSTER = was_enabled
+    finally:
+        for name, value in old_values.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
     address = ray.util.get_node_ip_address()
     if address not in LOOPBACK:
@@ -251,28 +262,3 @@ def _with_private_cluster() -> Any:
         )
 
     return ray
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables within a ``with`` block, and restore them after it."""
-    old_values = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in old_values.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _errors_as_refusals(problem: str) -> Iterator[None]:
-    """Raise the errors of ``ray.init`` as one that states the problem and Ray's reason."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise OptionError(f"{problem}: {reason}") from None
