@@ -205,7 +205,7 @@ class _Capture:
 
         # hook_resid_pre shows the output of the layer before, which may be on another device.
         output = output.detach().to(batch.tokens.device)
-        # OPT flattens batch and positions into one axis before its MLP.
+        # OPT joins batch and positions before its MLP: OPTDecoderLayer.forward in transformers.
         if output.shape[:2] != batch.tokens.shape and len(output) == batch.tokens.numel():
             output = output.unflatten(0, batch.tokens.shape)
 

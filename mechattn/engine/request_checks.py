@@ -356,16 +356,14 @@ def check_side(
         )
 
 
-def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str]:
-    """The side of the model's boundary on which each prompt lies, "short" or "long".
-
-    Empty for a model whose RoPE does not depend on the length.
-    """
+def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str | None]:
+    """The side of the model's boundary on which each prompt lies, "short" or "long"; None for each
+    if the model's RoPE does not depend on the length."""
     boundary = boundary_of(model)
     if boundary is None:
-        return []
+        return [None] * len(prompt_sequences)
 
-    sides: list[str] = []
+    sides: list[str | None] = []
     for sequences in prompt_sequences:
         # All sequences of a prompt are on the same side, see check_side.
         most_positions = max(_position_counts(sequences).values())

@@ -90,9 +90,10 @@ def run(
         memory: The memory budget for one layer of one batch, such as "2GiB".
         engine: "streaming" computes attention in blocks of query rows and stores no [query, key]
             matrix. "fused" takes sums over queries from two calls of a fused kernel, for analyses
-            that need no rows. "hooks" reduces each layer's pattern from TransformerLens's hooks.
-            "auto" streams, or on a GPU uses the fused kernel for analyses that need no rows; if
-            that does not give the model's own numbers, it uses the hooks.
+            that need no rows; if no analysis reads attention, it streams. "hooks" reduces each
+            layer's pattern from TransformerLens's hooks. "auto" streams, or on a GPU uses the fused
+            kernel for analyses that need no rows; if that does not give the model's own numbers, it
+            uses the hooks.
 
     Returns:
         A result with one dataset per analysis, and "sequences", the tokens that the model read.
@@ -176,15 +177,16 @@ class Run:
         start_time = time.monotonic()
         collectors = self._collectors(prompts, sequences)
         measure = partial(self._measured, prompts, sequences)
-        batches = self._batches(sequences)
 
         halved_groups = []
         # A run of less than 2 s has no bar. With leave=None, the bar of one of several chunks
         # disappears at its end.
-        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
+        groups = self._prompt_groups(sequences)
+        for indices in tqdm(groups, desc="prompts", unit="batch", delay=2, leave=None):
             batches_and_values, too_large_groups = in_halves(indices, measure)
-            for group in too_large_groups:
-                halved_groups.append({"prompts": len(group), "first": prompts[group[0]].id})
+            for too_large in too_large_groups:
+                first_id = prompts[too_large[0]].id
+                halved_groups.append({"prompts": len(too_large), "first": first_id})
             for batch, values in batches_and_values:
                 for collector, layer_values in zip(collectors, values, strict=True):
                     collector.add(batch, layer_values)
@@ -211,8 +213,8 @@ class Run:
             Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses
         ]
 
-    def _batches(self, sequences: Sequences) -> list[list[int]]:
-        """The indices of the prompts of each batch."""
+    def _prompt_groups(self, sequences: Sequences) -> list[list[int]]:
+        """The indices of the prompts that are to be measured in one batch."""
         plan = self.plan
         holds_pattern = self.engine.name == "hooks"
         return batch_plan(

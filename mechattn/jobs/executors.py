@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import WARNING
 from typing import Any, Literal, Protocol
 
@@ -23,6 +23,7 @@ from mechattn.errors import (
     OutputError,
     check_choice,
     check_counts,
+    reason,
     say,
 )
 from mechattn.jobs.job import Job, Worker
@@ -32,10 +33,6 @@ ExecutorName = Literal["local", "ray"]
 # How often a chunk is computed whose worker dies: a machine may be lost by accident twice, but a
 # chunk that does not fit in memory kills every worker.
 TRIES = 3
-LOOPBACK = ("127.0.0.1", "::1")
-# Ray stays on the loopback address if this is "0", which is the default on Windows and macOS only:
-# ray/_private/ray_constants.py.
-ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class Executor(Protocol):
@@ -125,7 +122,7 @@ class Ray:
         threads = job.threads or 1
         # Stored once for all actors. Ray deletes it with its last reference, and an actor that
         # restarts reads it again.
-        stored_job = ray.put(replace(job, threads=threads))
+        stored_job = ray.put(job)
         actors = self._actors(ray, stored_job, threads, len(chunk_indices))
         pool = ActorPool(actors)
         try:
@@ -135,10 +132,9 @@ class Ray:
                 lambda actor, index: actor.part.remote(index), chunk_indices
             )
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            reason = str(error).partition("\n")[0]
             raise OutputError(
                 f"a worker of {job.model!r} died {TRIES} times at the same chunk, perhaps for lack "
-                f"of memory ({reason}); finished chunks are kept. Use smaller chunks, fewer "
+                f"of memory ({reason(error)}); finished chunks are kept. Use smaller chunks, fewer "
                 "conditions or more memory, and run the command again"
             ) from error
         except ray.exceptions.RayTaskError as error:
@@ -205,11 +201,10 @@ class Ray:
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
         except (OSError, ValueError, RuntimeError) as error:
-            problem = f"there is no Ray cluster at address={self.address!r}"
-            if self.address is None:
-                problem = "Ray cannot start a cluster on this machine"
-            reason = str(error).partition("\n")[0]
-            raise OptionError(f"{problem}: {reason}") from None
+            raise OptionError(
+                f"no Ray cluster can be started or reached with address={self.address!r}: "
+                f"{reason(error)}"
+            ) from None
 
         return ray
 
@@ -222,22 +217,26 @@ def _with_private_cluster() -> Any:
     Raises:
         OptionError: Ray cannot start a cluster, or starts one that other machines can reach.
     """
-    # The token is for this cluster only. Ray reads the mode when it is imported; one that the user
-    # has set is kept.
-    variables = {ONE_MACHINE: "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # If the first is "0", which is its default on Windows and macOS only, Ray stays on the loopback
+    # address. The token is for this cluster only. Ray reads the mode when it is imported; one that
+    # the user has set is kept.
+    variables = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         variables["RAY_AUTH_MODE"] = "token"
 
-    old_values = {name: os.environ.get(name) for name in variables}
+    old_values = {name: os.environ[name] for name in variables.keys() & os.environ.keys()}
     os.environ.update(variables)  # for the processes of the cluster, which inherit them
     try:
         import ray
 
         if ray.is_initialized():
             return ray
-        # ray/_private/ray_constants.py reads ONE_MACHINE into this constant when Ray is imported,
-        # which may have been earlier. If it is false, ray/_private/services.py uses the loopback
-        # address (github.com/ray-project/ray/issues/18730).
+        # ray/_private/ray_constants.py reads the first variable into this constant when Ray is
+        # imported, which may have been earlier. If it is false, ray/_private/services.py uses the
+        # loopback address (github.com/ray-project/ray/issues/18730).
         constants = ray._private.ray_constants
         was_enabled = constants.ENABLE_RAY_CLUSTER
         constants.ENABLE_RAY_CLUSTER = False
@@ -246,14 +245,12 @@ def _with_private_cluster() -> Any:
         finally:
             constants.ENABLE_RAY_CLUSTER = was_enabled
     finally:
-        for name, value in old_values.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(old_values)
 
     address = ray.util.get_node_ip_address()
-    if address not in LOOPBACK:
+    if address not in ("127.0.0.1", "::1"):
         ray.shutdown()
         raise OptionError(
             f"this version of Ray ({ray.__version__}) starts a cluster that other machines can "

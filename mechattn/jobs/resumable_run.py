@@ -98,9 +98,8 @@ def compute(
     chunk_indices = range(shard.number - 1, len(job.chunks), shard.count)
     if not chunk_indices:
         raise OptionError(
-            f"shard {shard.number}/{shard.count} has nothing to do: {len(job.prompts)} prompts in"
-            f" chunks of {job.chunk} make {len(job.chunks)} chunks. Use fewer shards or smaller"
-            " chunks"
+            f"shard {shard.number}/{shard.count} has nothing to do: the job has {len(job.chunks)} "
+            "chunks. Use fewer shards or smaller chunks"
         )
 
     is_stored = not fresh and _is_stored(job, path, chunk_indices)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mechattn.contrast.contrast import Contrast, Verdict
+    from mechattn.contrast.quantities import Null, Scale
+    from mechattn.contrast.table import Columns, Ranking
     from mechattn.results.result import Result
-    from mechattn.stats.units import Resolution
+    from mechattn.stats.units import Resolution, Unit
 
 
 class Options(TypedDict, total=False):
@@ -32,9 +34,9 @@ class Options(TypedDict, total=False):
 
     segment: str | None
     other: Result | None
-    null: Literal["dilution", "uniform", "blind"] | None
-    scale: Literal["log-ratio", "difference"] | None
-    unit: Literal["auto", "prompt"]
+    null: Null | None
+    scale: Scale | None
+    unit: Unit
     matched: bool
     level: float
     resamples: int
@@ -50,9 +52,9 @@ class ForwardingMethods:
         segment: str = "question",
         *,
         to: str = BASELINE,
-        unit: Literal["auto", "prompt"] = "auto",
+        unit: Unit = "auto",
         margin: float | None = None,
-        null: Literal["dilution", "uniform", "blind"] | None = None,
+        null: Null | None = None,
     ) -> Verdict:
         """Test how the attention that a segment receives changes between two conditions, and
         whether it changes as a null predicts.
@@ -82,10 +84,10 @@ class ForwardingMethods:
         *,
         select: Literal["half"] | None = None,
         top: int | None = None,
-        by: Literal["beyond", "difference"] | None = None,
+        by: Ranking | None = None,
         random: Sequence[Result] | None = None,
         margin: float | None = None,
-        columns: Literal["main", "all"] = "main",
+        columns: Columns = "main",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
         """Return a table that compares a quantity between two conditions, paired by prompt, with
@@ -220,7 +222,7 @@ class ForwardingMethods:
         condition: str = BASELINE,
         segment: str = "question",
         select: Literal["half"] | None = None,
-        unit: Literal["auto", "prompt"] = "auto",
+        unit: Unit = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
         """List the heads with the largest values of a quantity, with intervals over prompts and the
@@ -265,7 +267,7 @@ class ForwardingMethods:
         quantity: str = "received",
         *,
         top: int | None = 10,
-        by: Literal["beyond", "difference"] | None = None,
+        by: Ranking | None = None,
         layer: int | None = None,
         over: Sequence[str] | None = None,
         splits: int = 200,
@@ -318,7 +320,7 @@ class ForwardingMethods:
         over: str = BASELINE,
         *,
         controls: Sequence[str] | None = None,
-        unit: Literal["auto", "prompt"] = "auto",
+        unit: Unit = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
         """Compute for each layer the cosine between the changes of MLP activations that two

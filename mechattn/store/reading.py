@@ -278,8 +278,8 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
         else:
             has_values = size == value_count * np.dtype(metadata.data_type).itemsize
         if not has_values:
-            reason = f"its {size:,} bytes do not hold {value_count:,} values"
-            raise damage(listing.location, name, reason)
+            fault = f"its {size:,} bytes do not hold {value_count:,} values"
+            raise damage(listing.location, name, fault)
 
     return names
 
