@@ -199,10 +199,10 @@ def forward_through_hooks(
         batch.tokens,
         batch.real,
         layers,
-        see_pattern,
-        edge_masks,
-        batch.position_ids,
-        last_layer,
+        see=see_pattern,
+        edge_masks=edge_masks,
+        position_ids=batch.position_ids,
+        last_layer=last_layer,
     )
 
 

@@ -192,4 +192,11 @@ def paired_layer(
     indices = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
     v_aligned = v.gather(2, indices)
 
-    return PairedLayer(number, pairs, window, attention.of(pairs.baseline), v, v_aligned)
+    return PairedLayer(
+        number=number,
+        pairs=pairs,
+        window=window,
+        baseline=attention.of(pairs.baseline),
+        v=v,
+        v_aligned=v_aligned,
+    )

@@ -75,7 +75,16 @@ class AttentionScores:
             positions = torch.arange(q.shape[2], device=q.device, dtype=dtype)
             bias = (self.alibi.to(dtype)[:, None] * positions)[None]
 
-        return Attention(q, k, v, scale, bias, self.window, self.softcap, sinks=self.sinks)
+        return Attention(
+            q,
+            k,
+            v,
+            scale,
+            bias=bias,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
 
 
 def measure(

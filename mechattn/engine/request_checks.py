@@ -6,6 +6,7 @@ itself, on a few tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -253,17 +254,19 @@ def check_interventions(
     Edges that are cut in a layer that the model does not have are refused too.
     """
     # Keyed by identity: each intervention is checked once, with all sequences that it acts on.
-    uses_by_id: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
+    interventions_by_id: dict[int, Any] = {}
+    uses_by_id = defaultdict[int, list[tuple[str, TokenSequence]]](list)
     for prompt_id, sequences in zip(prompt_ids, prompt_sequences, strict=True):
         for sequence in sequences.values():
             for intervention in sequence.interventions:
-                _, uses = uses_by_id.setdefault(id(intervention), (intervention, []))
-                uses.append((prompt_id, sequence))
+                interventions_by_id[id(intervention)] = intervention
+                uses_by_id[id(intervention)].append((prompt_id, sequence))
 
             if sequence.cut_edges and sequence.cut_edges.layers is not None:
                 hooks.chosen_layers(model, sequence.cut_edges.layers)
 
-    for intervention, uses in uses_by_id.values():
+    for intervention_id, uses in uses_by_id.items():
+        intervention = interventions_by_id[intervention_id]
         intervention.check(model, [prompt_id for prompt_id, _ in uses])
 
         if isinstance(intervention, ChecksSequences):

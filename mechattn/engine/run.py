@@ -238,10 +238,10 @@ class Run:
             plan.model,
             batch,
             self.engine.forward,
-            {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers},
-            plan.analyses,
-            [prompt.id for prompt in prompts],
-            self.blind,
+            windows={layer: hooks.attention_window(plan.model, layer) for layer in plan.layers},
+            analyses=plan.analyses,
+            prompt_ids=[prompt.id for prompt in prompts],
+            blind=self.blind,
         )
         return batch, values
 

@@ -90,12 +90,13 @@ class Result(ForwardingMethods):
                 raise OptionError(
                     f"this result has no dimension {dim!r}; it has {', '.join(sorted(dims))}"
                 )
-            indexers[dim] = label
+            indexer = label
             if not isinstance(label, slice):
-                indexers[dim] = np.atleast_1d(label)  # so that the dimension is kept
+                indexer = np.atleast_1d(label)  # so that the dimension is kept
                 if dim == "condition":
-                    is_other = indexers[dim] != BASELINE
-                    indexers[dim] = indexers[dim][np.argsort(is_other, kind="stable")]
+                    # The baseline first, the others in the given order.
+                    indexer = indexer[np.argsort(indexer != BASELINE, kind="stable")]
+            indexers[dim] = indexer
 
         arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
         datasets = {}

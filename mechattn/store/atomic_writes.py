@@ -155,8 +155,8 @@ def recover(path: Path) -> None:
         if new_path.exists():  # the new one was complete before the old one was moved away
             complete_path = new_path
         # Whoever has the lock may be another process that is restoring the folder, or a writer
-        # between its two renames. Both take less than these 10 seconds. If it is locked for longer
-        # or, without locks, may be locked, its writer may be alive.
+        # between its two renames. Both take less than these 10 seconds. If the lock is held for
+        # longer, or the file system has no locks, the writer may be alive.
         with suppress(*UNLOCKABLE), FileLock(folder / LOCK, timeout=10):
             if not os.path.lexists(path):
                 os.replace(complete_path, path)
