@@ -135,10 +135,10 @@ class Nulls:
         batch = self.batch.as_read_by(layer)
         attention = self._blind_attention(kind, layer, window, batch)
 
-        paired = None
+        paired_null = None
         if any(isinstance(analysis, PairAnalysis) for analysis in self._of_rows.values()):
             pairs = replace(pairs_of(self.batch), batch=batch)
-            paired = paired_layer(layer, attention, pairs, window)
+            paired_null = paired_layer(layer, attention, pairs, window)
 
         sums = {
             number: analysis.start(batch, attention.q.shape[1])
@@ -162,8 +162,8 @@ class Nulls:
                 with _saying_no_null(analysis):
                     if isinstance(analysis, RowAnalysis):
                         analysis.add(sums[number], block)
-                    if paired is not None and isinstance(analysis, PairAnalysis):
-                        analysis.add_pairs(sums[number], paired.rows(rows))
+                    if paired_null is not None and isinstance(analysis, PairAnalysis):
+                        analysis.add_pairs(sums[number], paired_null.rows(rows))
 
         attention_by_rows(attention, see)
 

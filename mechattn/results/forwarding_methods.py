@@ -466,6 +466,6 @@ class ForwardingMethods:
         result = self._result
         if condition is None and options.get("other") is None:
             references = (BASELINE, options.get("to"))
-            compared = (name for name in result.conditions if name not in references)
-            condition = next(compared, None)
+            compared_names = (name for name in result.conditions if name not in references)
+            condition = next(compared_names, None)
         return Contrast(result, result.condition(condition), **options)
