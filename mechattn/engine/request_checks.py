@@ -345,9 +345,10 @@ def check_side(
         raise PromptError(
             f"{prompt.where} has {fewest_positions:,} positions with the condition"
             f' "{shortest_name}" and {most_positions:,} with "{longest_name}": beyond'
-            f" {boundary.at:,} positions {model.cfg.model_name} computes with other factors (LongRoPE), so this would"
-            " compare two models and not the effect of the inserted tokens. Omit the prompt,"
-            " insert fewer tokens, or let the original ones keep their positions (.unshifted())"
+            f" {boundary.at:,} positions {model.cfg.model_name} computes with other factors"
+            " (LongRoPE), so this would compare two models and not the effect of the inserted"
+            " tokens. Omit the prompt, insert fewer tokens, or let the original ones keep their"
+            " positions (.unshifted())"
         )
     if is_beyond and most_positions <= boundary.at:
         advice = "Omit the prompt"

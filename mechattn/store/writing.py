@@ -178,8 +178,8 @@ def _checked_location(path: str | Path) -> Location:
     location = location_of(path)
     if Path(str(path)).suffix != ".zarr":
         raise OutputError(
-            f'"{path}" is not a name such as "llama.zarr": a result is a Zarr folder, here or at an '
-            "address. For NetCDF or CSV, see mechattn export"
+            f'"{path}" is not a name such as "llama.zarr": a result is a Zarr folder, here or at '
+            "an address. For NetCDF or CSV, see mechattn export"
         )
 
     with _writing_to(location):
