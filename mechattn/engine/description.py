@@ -174,8 +174,9 @@ def sequences_dataset(
         token_ids = sequence.tokens.tolist()
         texts = list(map(str, token_ids))
         if model.tokenizer is not None:
-            decoded = token_texts(model.tokenizer.decode, token_ids)
-            texts = [plain(text) for text in decoded]  # without NUL, which NetCDF does not take
+            decoded_texts = token_texts(model.tokenizer.decode, token_ids)
+            # Without NUL, which NetCDF does not take.
+            texts = [plain(text) for text in decoded_texts]
         padding = [""] * (longest_length - len(texts))
         first_texts.append(texts + padding)
     variables["first_prompt_text"] = _text_variable(("condition", "pos"), first_texts)
