@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Any, Literal, Protocol
 
@@ -122,7 +122,7 @@ class Ray:
         threads = job.threads or 1
         # Stored once for all actors. Ray deletes it with its last reference, and an actor that
         # restarts reads it again.
-        stored_job = ray.put(job)
+        stored_job = ray.put(replace(job, threads=threads))
         actors = self._actors(ray, stored_job, threads, len(chunk_indices))
         pool = ActorPool(actors)
         try:

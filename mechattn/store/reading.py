@@ -38,10 +38,10 @@ from mechattn.store.objects import (
 
 # A result is read at once if it takes at most an eighth of the memory, which leaves the rest to the
 # tables and figures that are made of it.
-SHARE_READ_AT_ONCE = 1 / 8
+SHARE_READ_AT_ONCE = 0.125
 # Bytes. An array up to this size is read when a result is opened, because a later access to a disk
 # or a bucket would cost more than its content.
-SMALL_ARRAY = 2**16
+SMALL_ARRAY = 65_536
 TEXT_LENGTH = 4  # bytes that "vlen-utf8" takes for the number of texts, and for each length
 Number = Annotated[str, Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))$")]
 
