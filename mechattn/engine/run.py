@@ -39,7 +39,7 @@ from mechattn.results import provenance
 from mechattn.results.result import MEMORY, Result
 from mechattn.stats.random_effects import FEWEST_DRAWS
 
-Sequences = Sequence[ByCondition]  # of each prompt
+PromptSequences = Sequence[ByCondition]  # an entry for each prompt
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Plan:
     options: RunOptions
     paths: bool  # whether the full path of a checkpoint is recorded
 
-    def sequences(self, prompts: Sequence[Prompt]) -> Sequences:
+    def sequences(self, prompts: Sequence[Prompt]) -> PromptSequences:
         """The sequence of every prompt under every condition, checked."""
         sequences = checks.checked_sequences(
             self.conditions, prompts, self.model, self.options.seed, self.analyses
@@ -165,7 +165,7 @@ class Run:
     likenesses: Sequence[Mapping[str, Any]]
 
     def result(
-        self, prompts: Sequence[Prompt], sequences: Sequences, places: Sequence[int]
+        self, prompts: Sequence[Prompt], sequences: PromptSequences, places: Sequence[int]
     ) -> Result:
         """Run the model on some prompts.
 
@@ -197,7 +197,7 @@ class Run:
         seconds = round(time.monotonic() - start_time, 3)
         return Result(datasets, {**entries, "halved": halved_groups, "seconds": seconds})
 
-    def _collectors(self, prompts: Sequence[Prompt], sequences: Sequences) -> list[Collector]:
+    def _collectors(self, prompts: Sequence[Prompt], sequences: PromptSequences) -> list[Collector]:
         """An empty collector for each analysis."""
         plan = self.plan
         coords: dict[str, list] = {
@@ -213,7 +213,7 @@ class Run:
             Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses
         ]
 
-    def _prompt_groups(self, sequences: Sequences) -> list[list[int]]:
+    def _prompt_groups(self, sequences: PromptSequences) -> list[list[int]]:
         """The indices of the prompts that are to be measured in one batch."""
         plan = self.plan
         holds_pattern = self.engine.name == "hooks"
@@ -226,7 +226,7 @@ class Run:
         )
 
     def _measured(
-        self, prompts: Sequence[Prompt], sequences: Sequences, indices: Sequence[int]
+        self, prompts: Sequence[Prompt], sequences: PromptSequences, indices: Sequence[int]
     ) -> tuple[Batch, list[LayerValues]]:
         """The batch of the prompts at these indices under all conditions, and its values."""
         plan = self.plan
