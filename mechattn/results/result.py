@@ -221,8 +221,6 @@ class Result(ForwardingMethods):
 def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
     """The part of a result with these indices along a dimension, such as some layers or prompts. No
     values are read."""
-    if isinstance(indices, slice) and indices == slice(None):
-        return result
     datasets = {
         name: dataset.isel({dim: indices}, missing_dims="ignore")
         for name, dataset in result.datasets.items()

@@ -255,7 +255,8 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
             return []
         object_shape = metadata.chunk_grid.configuration["chunk_shape"]
         # Rounded up in integers, which are exact for any number that the metadata declare.
-        grid = [-(-size // step) for size, step in zip(metadata.shape, object_shape, strict=True)]
+        lengths_and_steps = zip(metadata.shape, object_shape, strict=True)
+        grid = [-(-length // step) for length, step in lengths_and_steps]
     except ValueError:  # such as pydantic's ValidationError
         raise DamagedResult(
             f"{metadata_name} in the result at {listing.location} is not in the format that "
