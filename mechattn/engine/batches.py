@@ -71,7 +71,7 @@ def batch_plan(
     condition_count: int,
     bytes_of_row: Callable[[int], int],
     memory: str,
-    sides: Sequence[str],
+    sides: Sequence[str | None],
 ) -> list[list[int]]:
     """Group prompts of similar length so that one layer of a batch fits the budget.
 
@@ -82,15 +82,13 @@ def batch_plan(
         condition_count: The number of conditions, and therefore of rows per prompt.
         bytes_of_row: The memory of a row by its length, see :func:`row_bytes`.
         memory: The budget, such as "2GiB".
-        sides: The side of the model's boundary on which each prompt lies; a batch has prompts of
-            one side only. Empty for a model without a boundary.
+        sides: The side of the model's boundary on which each prompt lies; None for each if the
+            model has no boundary. A batch has prompts of one side only.
 
     Returns:
         The indices of the prompts of each batch.
     """
     budget = memory_bytes(memory)
-    if not sides:
-        sides = [""] * len(lengths)
 
     def fits(prompt_indices: Sequence[int], index: int) -> bool:
         """Whether a prompt at least as long as those of a batch can join them."""

@@ -154,11 +154,11 @@ def sequences_dataset(
     # Imported here, because it takes a while.
     import xarray as xr
 
-    conditions = list(sequences[0])
+    condition_names = list(sequences[0])
     longest_length = max(
         len(sequence) for by_condition in sequences for sequence in by_condition.values()
     )
-    shape = (len(prompts), len(conditions), longest_length)
+    shape = (len(prompts), len(condition_names), longest_length)
 
     variables: dict[str, Any] = {}
     for name, (attribute, unit) in _OF_TOKENS.items():
@@ -174,15 +174,16 @@ def sequences_dataset(
         token_ids = sequence.tokens.tolist()
         texts = list(map(str, token_ids))
         if model.tokenizer is not None:
-            decoded = token_texts(model.tokenizer.decode, token_ids)
-            texts = [plain(text) for text in decoded]  # without NUL, which NetCDF does not take
+            decoded_texts = token_texts(model.tokenizer.decode, token_ids)
+            # Without NUL, which NetCDF does not take.
+            texts = [plain(text) for text in decoded_texts]
         padding = [""] * (longest_length - len(texts))
         first_texts.append(texts + padding)
     variables["first_prompt_text"] = _text_variable(("condition", "pos"), first_texts)
 
-    # Empty unless the model's RoPE depends on the length.
+    # Only of a model whose RoPE depends on the length.
     sides = sides_of(model, sequences)
-    if sides:
+    if None not in sides:
         variables["rope_factors"] = _text_variable(("prompt",), sides)
 
     # Groups become clusters in the statistics, which need the group of every prompt.
@@ -193,7 +194,7 @@ def sequences_dataset(
     place_values = np.asarray(places, dtype=np.int64)
     variables["place"] = (("prompt",), place_values, {"units": "index in the whole run"})
 
-    coords = {"prompt": [prompt.id for prompt in prompts], "condition": conditions}
+    coords = {"prompt": [prompt.id for prompt in prompts], "condition": condition_names}
     attributes = {"segments": ", ".join(SEGMENTS), "padding": PADDING}
     return xr.Dataset(variables, coords=coords, attrs=attributes)
 

@@ -74,12 +74,12 @@ def chosen_engine(
             that a layer does not have.
         ModelError: The requested engine does not give the model's own numbers.
     """
-    captures = _captured_hooks(model, analyses, layers)
+    captured_names = _captured_hooks(model, analyses, layers)
     if engine == "hooks":
         return ChosenEngine("hooks", forward_through_hooks, "asked for")
 
     # Some hooks, such as hook_pattern, do not fire while attention is streamed.
-    silent_hooks = [name for name in captures if not fires_while_streamed(name)]
+    silent_hooks = [name for name in captured_names if not fires_while_streamed(name)]
     if silent_hooks:
         if engine == "auto":
             return ChosenEngine(
@@ -199,10 +199,10 @@ def forward_through_hooks(
         batch.tokens,
         batch.real,
         layers,
-        see_pattern,
-        edge_masks,
-        batch.position_ids,
-        last_layer,
+        see=see_pattern,
+        edge_masks=edge_masks,
+        position_ids=batch.position_ids,
+        last_layer=last_layer,
     )
 
 
@@ -248,15 +248,19 @@ def _fused_or_in_blocks(
             " run"
         )
 
-    in_blocks = ChosenEngine("streaming", forward_in_blocks, "its numbers are those of the hooks")
+    streaming_engine = ChosenEngine(
+        "streaming", forward_in_blocks, "its numbers are those of the hooks"
+    )
     if engine == "fused" and not row_analyses:
-        return replace(in_blocks, reason="not fused: no analysis takes a fused kernel's sums")
+        return replace(
+            streaming_engine, reason="not fused: no analysis takes a fused kernel's sums"
+        )
 
     if engine == "streaming" or not row_analyses or names_needing_rows:
-        return in_blocks
+        return streaming_engine
     # Without a GPU the two calls of the kernel take longer than the rows.
     if engine == "auto" and device_of(model).type != "cuda":
-        return in_blocks
+        return streaming_engine
 
     if facts.fused is None:
         facts.fused = check_fused(model)
@@ -271,7 +275,9 @@ def _fused_or_in_blocks(
         raise ModelError(
             f'{model.cfg.model_name}: {fused_check}; choose engine="streaming" or "auto"'
         )
-    return replace(in_blocks, reason=f"{in_blocks.reason}; not fused: {fused_check.detail}")
+    return replace(
+        streaming_engine, reason=f"{streaming_engine.reason}; not fused: {fused_check.detail}"
+    )
 
 
 def _edge_masks(model: HookedModel, batch: Batch, last_layer: int) -> dict[int, EdgeMask]:

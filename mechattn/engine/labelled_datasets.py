@@ -65,9 +65,9 @@ class Collector:
             batch: The batch, whose rows name the prompt and the condition of each value.
             values: By layer and quantity, each [row of the batch, …] and on the CPU.
         """
-        names = self.coords["condition"]
+        condition_names = self.coords["condition"]
         prompt_indices = np.array([prompt for prompt, _ in batch.rows])
-        condition_indices = np.array([names.index(condition) for _, condition in batch.rows])
+        condition_indices = np.array([condition_names.index(name) for _, name in batch.rows])
 
         for layer, layer_values in values.items():
             layer_index = self.coords["layer"].index(layer)
@@ -76,17 +76,16 @@ class Collector:
             for name, value in layer_values.items():
                 if value.dtype == torch.bfloat16:  # which numpy lacks
                     value = value.float()
-                numbers = value.numpy()
+                array = value.numpy()
                 if "key" not in self.quantities[name].dims:
-                    self._store(name, numbers, value_indices)
+                    self._store(name, array, value_indices)
                     continue
 
-                values_by_variable = self._by_position(name, numbers, batch)
-                for variable, numbers in values_by_variable.items():
-                    self._merge(variable, numbers, condition_indices, layer_index)
+                for variable, by_position in self._by_position(name, array, batch).items():
+                    self._merge(variable, by_position, condition_indices, layer_index)
                     if self.keep == "prompts":
-                        numbers = numbers.astype(np.float32, copy=False)
-                        self._store(variable, numbers, value_indices)
+                        float32_values = by_position.astype(np.float32, copy=False)
+                        self._store(variable, float32_values, value_indices)
 
     def dataset(self) -> xr.Dataset:
         """The collected values with names, units and descriptions.
@@ -200,19 +199,16 @@ class Collector:
             per_prompt = self._values[name]
             variables[f"{name}_per_prompt"] = ((*_OUTER, *dims), per_prompt, attributes)
 
-        units = {
-            "known_mean": quantity.units,
-            "variance": f"{quantity.units} squared",
-            "n": "prompts",
-        }
-        for statistic, unit in units.items():
-            statistic_attributes = attributes | {"over": "prompts", "units": unit}
-            label = name
-            if statistic != "known_mean":
-                label = f"{name}_{statistic}"
-                statistic_attributes["description"] = f"{statistic} over prompts of {name}"
-            values = self._over_prompts(name, statistic)
-            variables[label] = (("condition", "layer", *dims), values, statistic_attributes)
+        dims = ("condition", "layer", *dims)
+        attributes = attributes | {"over": "prompts"}
+        variables[name] = (dims, self._over_prompts(name, "known_mean"), attributes)
+        for statistic, units in (("variance", f"{quantity.units} squared"), ("n", "prompts")):
+            description = f"{statistic} over prompts of {name}"
+            variables[f"{name}_{statistic}"] = (
+                dims,
+                self._over_prompts(name, statistic),
+                attributes | {"units": units, "description": description},
+            )
         return variables
 
     def _over_prompts(self, name: str, statistic: str) -> np.ndarray:

@@ -88,33 +88,33 @@ class Nulls:
 
     @cached_property
     def _of_rows(self) -> dict[int, Analysis]:
-        """The analyses of rows that have a quantity with nulls, by their numbers."""
+        """The analyses of rows that have a quantity with nulls, by their indices."""
         return {
-            number: analysis
-            for number, analysis in enumerate(self.analyses)
+            analysis_index: analysis
+            for analysis_index, analysis in enumerate(self.analyses)
             if isinstance(analysis, OF_ROWS) and any(starmap(has_null, analysis.quantities.items()))
         }
 
-    def of(self, number: int, layer: int, window: Window) -> Values:
+    def of(self, analysis_index: int, layer: int, window: Window) -> Values:
         """The nulls of all quantities of an analysis, for one layer.
 
         Args:
-            number: The number of the analysis.
+            analysis_index: The index of the analysis.
             layer: The layer.
             window: The number of keys that its queries see; None for all.
 
         Returns:
             Values by the names of :func:`with_nulls`; empty for an analysis without nulls.
         """
-        if number not in self._of_rows:
+        if analysis_index not in self._of_rows:
             return {}
 
-        values = self._values(UNIFORM, layer, window)[number]
+        values = self._values(UNIFORM, layer, window)[analysis_index]
 
         # If the model adds nothing to its scores, the second null would repeat the first. If only
         # some layers have sinks, all have the second null, as a dataset needs it of every layer.
         if self.blind.alibi is not None or self.blind.sinks:
-            values = values | self._values(BLIND, layer, window)[number]
+            values = values | self._values(BLIND, layer, window)[analysis_index]
 
         return values
 
@@ -135,14 +135,14 @@ class Nulls:
         batch = self.batch.as_read_by(layer)
         attention = self._blind_attention(kind, layer, window, batch)
 
-        paired = None
+        paired_null = None
         if any(isinstance(analysis, PairAnalysis) for analysis in self._of_rows.values()):
             pairs = replace(pairs_of(self.batch), batch=batch)
-            paired = paired_layer(layer, attention, pairs, window)
+            paired_null = paired_layer(layer, attention, pairs, window)
 
         sums = {
-            number: analysis.start(batch, attention.q.shape[1])
-            for number, analysis in self._of_rows.items()
+            analysis_index: analysis.start(batch, attention.q.shape[1])
+            for analysis_index, analysis in self._of_rows.items()
         }
 
         def see(rows: Rows) -> None:
@@ -158,20 +158,22 @@ class Nulls:
                 null=True,
             )
 
-            for number, analysis in self._of_rows.items():
+            for analysis_index, analysis in self._of_rows.items():
                 with _saying_no_null(analysis):
                     if isinstance(analysis, RowAnalysis):
-                        analysis.add(sums[number], block)
-                    if paired is not None and isinstance(analysis, PairAnalysis):
-                        analysis.add_pairs(sums[number], paired.rows(rows))
+                        analysis.add(sums[analysis_index], block)
+                    if paired_null is not None and isinstance(analysis, PairAnalysis):
+                        analysis.add_pairs(sums[analysis_index], paired_null.rows(rows))
 
         attention_by_rows(attention, see)
 
         nulls = {}
-        for number, analysis in self._of_rows.items():
+        for analysis_index, analysis in self._of_rows.items():
             # Inside the context too: a quantity that values() lacks must declare no_null.
             with _saying_no_null(analysis):
-                nulls[number] = _null_values(analysis, sums[number], kind, batch, window)
+                nulls[analysis_index] = _null_values(
+                    analysis, sums[analysis_index], kind, batch, window
+                )
         return nulls
 
     def _blind_attention(self, kind: str, layer: int, window: Window, batch: Batch) -> Attention:

@@ -52,7 +52,7 @@ class PendingSums:
 
         Args:
             batch: The batch of this pass.
-            analyses: The analyses; the number of an analysis is its index here.
+            analyses: The analyses, which are named by their indices here.
             nulls: The nulls of the batch, which are added to the values.
         """
         self.batch = batch
@@ -65,7 +65,7 @@ class PendingSums:
             for analysis in analyses
         ]
 
-        # By the number of the analysis and the layer; removed once the last part is complete.
+        # By the index of the analysis and the layer; removed once the last part is complete.
         self.states: dict[tuple[int, int], LayerState] = {}
         self.values: list[LayerValues] = [{} for _ in analyses]
 
@@ -81,39 +81,41 @@ class PendingSums:
         return max(self.batch.windows)
 
     def receivers(self, part: str) -> list[tuple[int, Any]]:
-        """The analyses that follow the protocol of a part, each with its number."""
+        """The analyses that follow the protocol of a part, each with its index."""
         return [
-            (number, analysis)
-            for number, analysis in enumerate(self.analyses)
-            if part in self.parts[number]
+            (analysis_index, analysis)
+            for analysis_index, analysis in enumerate(self.analyses)
+            if part in self.parts[analysis_index]
         ]
 
-    def state_of(self, number: int, layer: int) -> LayerState:
+    def state_of(self, analysis_index: int, layer: int) -> LayerState:
         """The state of an analysis in a layer; the first call starts its sums."""
-        key = (number, layer)
+        key = (analysis_index, layer)
         if key not in self.states:
-            sums = self.analyses[number].start(self.batch.layer_batches[layer], self.batch.heads)
-            self.states[key] = LayerState(sums, set(self.parts[number]))
+            sums = self.analyses[analysis_index].start(
+                self.batch.layer_batches[layer], self.batch.heads
+            )
+            self.states[key] = LayerState(sums, set(self.parts[analysis_index]))
         return self.states[key]
 
-    def after_rows(self, number: int, layer: int, reduce: Callable[[], None]) -> None:
+    def after_rows(self, analysis_index: int, layer: int, reduce: Callable[[], None]) -> None:
         """Call ``reduce`` once all rows have arrived.
 
         This is usually at once, but some bridges fire hook_pattern after hook_z.
         """
-        state = self.state_of(number, layer)
+        state = self.state_of(analysis_index, layer)
         if state.missing_parts & _OF_ATTENTION:
             state.waiting_reduction = reduce
         else:
             reduce()
 
-    def complete(self, number: int, layer: int, part: str) -> None:
+    def complete(self, analysis_index: int, layer: int, part: str) -> None:
         """Note that a part is complete; after the last part, the sums become values.
 
         Raises:
             AllArrived: These were the last values of the pass.
         """
-        state = self.state_of(number, layer)
+        state = self.state_of(analysis_index, layer)
         state.missing_parts.discard(part)
 
         reduce = state.waiting_reduction
@@ -123,8 +125,8 @@ class PendingSums:
             state.waiting_reduction = None
             reduce()
         elif not state.missing_parts:
-            del self.states[number, layer]
-            self._finish(number, layer, state.sums)
+            del self.states[analysis_index, layer]
+            self._finish(analysis_index, layer, state.sums)
 
     def checked_values(self) -> list[LayerValues]:
         """The values of each analysis at the end of the pass.
@@ -133,11 +135,11 @@ class PendingSums:
             ModelError: An analysis did not receive all parts of a layer, or a sum is NaN or
                 infinite.
         """
-        for number, analysis in enumerate(self.analyses):
+        for analysis_index, analysis in enumerate(self.analyses):
             for layer in self.batch.windows:
-                if layer in self.values[number]:
+                if layer in self.values[analysis_index]:
                     continue
-                missing_parts = sorted(self.state_of(number, layer).missing_parts)
+                missing_parts = sorted(self.state_of(analysis_index, layer).missing_parts)
                 raise ModelError(
                     f"layer {layer} has run, but {analysis.name} has not received everything it"
                     f" needs ({', '.join(missing_parts)}), so there is nothing to report"
@@ -176,9 +178,9 @@ class PendingSums:
             f" {self.batch.name_of_row(row)}; {hint}"
         )
 
-    def _finish(self, number: int, layer: int, sums: Sums) -> None:
+    def _finish(self, analysis_index: int, layer: int, sums: Sums) -> None:
         """Turn the sums of an analysis in a layer into values, and copy these to the CPU."""
-        analysis = self.analyses[number]
+        analysis = self.analyses[analysis_index]
         window = self.batch.windows[layer]
 
         row_count = len(self.batch.input_batch.rows)
@@ -196,12 +198,12 @@ class PendingSums:
         values = analysis.values(sums, self.batch.layer_batches[layer], window)
 
         # An analysis has one way of computing values, so only those of its first layer are checked.
-        if not self.values[number]:
+        if not self.values[analysis_index]:
             _check_values(analysis, values, self.batch.input_batch, self.batch.heads)
 
         # Values on a GPU are copied without waiting for it; checked_values waits for all of them.
-        values_and_nulls = values | self.nulls.of(number, layer, window)
-        self.values[number][layer] = {
+        values_and_nulls = values | self.nulls.of(analysis_index, layer, window)
+        self.values[analysis_index][layer] = {
             name: value.to("cpu", non_blocking=value.is_cuda)
             for name, value in values_and_nulls.items()
         }
@@ -239,7 +241,9 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
         has_expected_shape = isinstance(value, Tensor) and len(shape) == len(expected_shape)
         if has_expected_shape:
             sizes_of_dims = zip(expected_shape, shape, strict=True)
-            has_expected_shape = all(size in (None, actual) for size, actual in sizes_of_dims)
+            has_expected_shape = all(
+                expected_size in (None, size) for expected_size, size in sizes_of_dims
+            )
         if not has_expected_shape:
             dims = ", ".join(["batch", *quantity.dims])
             raise OptionError(

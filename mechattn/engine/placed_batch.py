@@ -115,7 +115,7 @@ class PlacedBatch:
 class PairedLayer:
     """What the blocks of a layer share: the attention of the baselines, and the values."""
 
-    number: int  # of the layer
+    layer: int
     pairs: Pairs  # which sequence is paired with which baseline
     window: Window  # the number of keys that a query sees; None for all
     baseline: AnyRows  # the attention of the baselines
@@ -152,7 +152,7 @@ class PairedLayer:
         # An inserted query has no row in the baseline. It gets that of the first token, unused.
         queries = pairs.batch.origin[:, rows.queries].clamp(min=0)
         return PairedRows(
-            layer=self.number,
+            layer=self.layer,
             pattern=pattern,
             aligned=aligned_pattern * is_in_block[:, None, None],
             baseline=self.baseline.rows(queries, original_count),
@@ -168,12 +168,12 @@ class PairedLayer:
 
 
 def paired_layer(
-    number: int, attention: AnyRows | None, pairs: Pairs, window: Window
+    layer: int, attention: AnyRows | None, pairs: Pairs, window: Window
 ) -> PairedLayer:
     """Gather what the blocks of a layer share.
 
     Args:
-        number: The number of the layer.
+        layer: The layer.
         attention: The attention of the whole batch; None if the model shows no values by head.
         pairs: Which sequence is paired with which baseline, on the layer's device.
         window: The number of keys that a query sees; None for all.
@@ -183,7 +183,7 @@ def paired_layer(
     """
     if attention is None:
         raise ModelError(
-            f"layer {number} shows no hook_v by head, so outputs with and without inserted tokens"
+            f"layer {layer} shows no hook_v by head, so outputs with and without inserted tokens"
             " cannot be compared"
         )
 
@@ -192,4 +192,11 @@ def paired_layer(
     indices = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
     v_aligned = v.gather(2, indices)
 
-    return PairedLayer(number, pairs, window, attention.of(pairs.baseline), v, v_aligned)
+    return PairedLayer(
+        layer=layer,
+        pairs=pairs,
+        window=window,
+        baseline=attention.of(pairs.baseline),
+        v=v,
+        v_aligned=v_aligned,
+    )

@@ -75,7 +75,16 @@ class AttentionScores:
             positions = torch.arange(q.shape[2], device=q.device, dtype=dtype)
             bias = (self.alibi.to(dtype)[:, None] * positions)[None]
 
-        return Attention(q, k, v, scale, bias, self.window, self.softcap, sinks=self.sinks)
+        return Attention(
+            q,
+            k,
+            v,
+            scale,
+            bias=bias,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
 
 
 def measure(
@@ -127,9 +136,10 @@ def measure(
     _check_vectors(q, k, v)
     _check_options(q, scores, counted, segments)
 
-    is_real = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
-    if lengths is not None:
-        is_real = _real_positions(lengths, is_real)
+    if lengths is None:
+        is_real = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+    else:
+        is_real = _real_positions(lengths, q)
         # Some kernels leave NaN at padding, and 0 · NaN is NaN.
         is_padding = ~is_real[:, None, :, None]
         q = q.masked_fill(is_padding, 0)
@@ -231,14 +241,14 @@ def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
         )
 
 
-def _real_positions(lengths: Sequence[int], positions: Marked) -> Marked:
-    """Which positions hold a token rather than padding, for positions of the given shape."""
-    batch, longest = positions.shape
-    counts = torch.as_tensor(lengths, device=positions.device)
+def _real_positions(lengths: Sequence[int], q: Vectors) -> Marked:
+    """Which positions of the queries hold a token rather than padding."""
+    batch, _, longest, _ = q.shape
+    counts = torch.as_tensor(lengths, device=q.device)
     is_whole = not counts.is_floating_point() and counts.dtype != torch.bool
     if not is_whole or counts.shape != (batch,) or (counts < 1).any() or (counts > longest).any():
         raise OptionError(f"lengths={lengths!r}: give {batch} whole numbers from 1 to {longest}")
-    return torch.arange(longest, device=positions.device) < counts[:, None]
+    return torch.arange(longest, device=q.device) < counts[:, None]
 
 
 def _of_queries(rows: Rows, segments: Mapping[str, Marked] | None) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ class RowReceiver:
         self.batch = pending.batch
         self.pending = pending
 
-        # The analyses that need rows or pairs, each with its number.
+        # The analyses that need rows or pairs, each with its index.
         self.row_receivers = pending.receivers("rows")
         self.pair_receivers = pending.receivers("pairs")
 
@@ -61,8 +61,8 @@ class RowReceiver:
                 v=None if attention is None else attention.v,
                 queries_and_keys=attention if isinstance(attention, Attention) else None,
             )
-            for number, analysis in self.row_receivers:
-                analysis.add(self.pending.state_of(number, layer).sums, block)
+            for analysis_index, analysis in self.row_receivers:
+                analysis.add(self.pending.state_of(analysis_index, layer).sums, block)
 
         if self.pair_receivers:
             if layer not in self.paired_layers:
@@ -71,8 +71,8 @@ class RowReceiver:
                 window = self.batch.windows[layer]
                 self.paired_layers[layer] = paired_layer(layer, attention, pairs, window)
             paired_rows = self.paired_layers[layer].rows(rows)
-            for number, analysis in self.pair_receivers:
-                analysis.add_pairs(self.pending.state_of(number, layer).sums, paired_rows)
+            for analysis_index, analysis in self.pair_receivers:
+                analysis.add_pairs(self.pending.state_of(analysis_index, layer).sums, paired_rows)
 
         # Blocks arrive in the order of the queries.
         is_last_block = rows.queries.stop == self.batch.input_batch.tokens.shape[1]
@@ -80,19 +80,19 @@ class RowReceiver:
             return
 
         self.paired_layers.pop(layer, None)  # it holds the baselines' attention
-        for number, _ in self.row_receivers:
-            self.pending.complete(number, layer, "rows")
-        for number, _ in self.pair_receivers:
-            self.pending.complete(number, layer, "pairs")
+        for analysis_index, _ in self.row_receivers:
+            self.pending.complete(analysis_index, layer, "rows")
+        for analysis_index, _ in self.pair_receivers:
+            self.pending.complete(analysis_index, layer, "pairs")
 
     def see_whole(self, layer: int, fused: Fused) -> None:
         """Add a whole layer from a fused kernel, chosen only if all analyses can take it."""
         attention = WholeAttention(
             layer, fused, self.batch.layer_batches[layer], self.batch.windows[layer]
         )
-        for number, analysis in self.row_receivers:
-            analysis.add_whole(self.pending.state_of(number, layer).sums, attention)
-            self.pending.complete(number, layer, "rows")
+        for analysis_index, analysis in self.row_receivers:
+            analysis.add_whole(self.pending.state_of(analysis_index, layer).sums, attention)
+            self.pending.complete(analysis_index, layer, "rows")
 
 
 @contextmanager
@@ -114,18 +114,18 @@ def receiving_captures(pending: PendingSums) -> Iterator[None]:
 
     def see_final(module: Any, args: Any, resid_post: Stream) -> None:
         """Give the final stream to every layer's sums, on the layer's device."""
-        for number, analysis in final_receivers:
+        for analysis_index, analysis in final_receivers:
             for layer, device in batch.devices.items():
-                sums = pending.state_of(number, layer).sums
+                sums = pending.state_of(analysis_index, layer).sums
                 analysis.add_final(sums, resid_post.detach().to(device))
-                pending.complete(number, layer, "final")
+                pending.complete(analysis_index, layer, "final")
 
     hook_dict = batch.model.hook_dict  # listing the hooks takes a while
     with ExitStack() as stack:
-        for number, analysis in capture_receivers:
+        for analysis_index, analysis in capture_receivers:
             for layer in batch.windows:
                 # A layer's tensors are passed on together, so that an analysis can relate them.
-                capture = _Capture(pending, number, analysis, layer)
+                capture = _Capture(pending, analysis_index, analysis, layer)
                 for name in analysis.captures:
                     hook = hook_dict[f"blocks.{layer}.{name}"]
                     handle = hook.register_forward_hook(partial(capture.see, name))
@@ -183,9 +183,9 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             pairs=batch.layer_pairs(layer),
         )
 
-        for number, analysis in activation_receivers:
-            analysis.add_activations(pending.state_of(number, layer).sums, activations)
-            pending.complete(number, layer, "mlps")
+        for analysis_index, analysis in activation_receivers:
+            analysis.add_activations(pending.state_of(analysis_index, layer).sums, activations)
+            pending.complete(analysis_index, layer, "mlps")
 
     return at_nonlinearity(batch.model, dict.fromkeys(batch.windows, see))
 
@@ -195,7 +195,7 @@ class _Capture:
     """The tensors of a layer that an analysis captures, until all of its hooks have fired."""
 
     pending: PendingSums
-    number: int  # of the analysis
+    analysis_index: int
     analysis: Any
     layer: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class _Capture:
 
         # hook_resid_pre shows the output of the layer before, which may be on another device.
         output = output.detach().to(batch.tokens.device)
-        # OPT flattens batch and positions into one axis before its MLP.
+        # OPT joins batch and positions before its MLP: OPTDecoderLayer.forward in transformers.
         if output.shape[:2] != batch.tokens.shape and len(output) == batch.tokens.numel():
             output = output.unflatten(0, batch.tokens.shape)
 
@@ -219,10 +219,10 @@ class _Capture:
 
         # Only the captures hold the tensors now, so they are freed once passed on.
         self.tensors = {}
-        self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
+        self.pending.after_rows(self.analysis_index, self.layer, partial(self._pass_on, captures))
 
     def _pass_on(self, captures: Captures) -> None:
         """Give the tensors to the analysis, once it has its rows."""
-        sums = self.pending.state_of(self.number, self.layer).sums
+        sums = self.pending.state_of(self.analysis_index, self.layer).sums
         self.analysis.add_captures(sums, captures)
-        self.pending.complete(self.number, self.layer, "hooks")
+        self.pending.complete(self.analysis_index, self.layer, "hooks")

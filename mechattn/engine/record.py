@@ -88,10 +88,17 @@ def record_affine(
     maps: dict[str, dict[int, Affine]] = {}
     condition_names = (BASELINE, _RECORDED)
     passes = _passes(
-        model, prompts, condition, _AffineParts(), chosen_layers, seed, condition_names
+        model,
+        prompts,
+        condition,
+        _AffineParts(),
+        layers=chosen_layers,
+        seed=seed,
+        condition_names=condition_names,
+        segment="inserted",
     )
+    row = condition_names.index(_RECORDED)
     for prompt, batch, values in passes:
-        row = condition_names.index(_RECORDED)
         original = batch.original[row]
         maps[prompt.id] = {
             layer: Affine(
@@ -144,9 +151,15 @@ def record_keys_values(
             )
 
     keys_values: dict[str, dict[int, dict[Part, Tensor]]] = {}
-    analysis = _KeysValuesAnalysis()
     passes = _passes(
-        model, prompts, condition, analysis, chosen_layers, seed, (_RECORDED,), segment
+        model,
+        prompts,
+        condition,
+        _KeysValuesAnalysis(),
+        layers=chosen_layers,
+        seed=seed,
+        condition_names=(_RECORDED,),
+        segment=segment,
     )
     for prompt, batch, values in passes:
         in_segment = batch.of_segment(segment)[0]
@@ -204,10 +217,11 @@ def _passes(
     prompts: Sequence[Prompt],
     condition: Condition,
     analysis: Analysis,
+    *,
     layers: Sequence[int],
     seed: int,
     condition_names: Sequence[str],
-    segment: str = "inserted",
+    segment: str,
 ) -> Iterator[tuple[Prompt, Batch, LayerValues]]:
     """Measure one prompt at a time under the condition, which is called "recorded".
 

@@ -6,6 +6,7 @@ itself, on a few tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -191,11 +192,11 @@ def check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: Hooked
     """Refuse a sequence that is too long or too short, or has ids outside the vocabulary."""
     limit = model.cfg.n_ctx
     if len(sequence) > limit:
-        inserted = int(sequence.inserted.sum())
+        inserted_count = int(sequence.inserted.sum())
         raise PromptTooLong(
-            f'{prompt.where} has {len(sequence):,} tokens with the condition "{name}" ({inserted}'
-            f" inserted); {model.cfg.model_name} takes {limit:,}. Shorten it, or insert fewer"
-            " tokens"
+            f'{prompt.where} has {len(sequence):,} tokens with the condition "{name}"'
+            f" ({inserted_count} inserted); {model.cfg.model_name} takes {limit:,}. Shorten it, or"
+            " insert fewer tokens"
         )
 
     if len(sequence) < 2:
@@ -253,17 +254,19 @@ def check_interventions(
     Edges that are cut in a layer that the model does not have are refused too.
     """
     # Keyed by identity: each intervention is checked once, with all sequences that it acts on.
-    uses_by_id: dict[int, tuple[Any, list[tuple[str, TokenSequence]]]] = {}
+    interventions_by_id: dict[int, Any] = {}
+    uses_by_id = defaultdict[int, list[tuple[str, TokenSequence]]](list)
     for prompt_id, sequences in zip(prompt_ids, prompt_sequences, strict=True):
         for sequence in sequences.values():
             for intervention in sequence.interventions:
-                _, uses = uses_by_id.setdefault(id(intervention), (intervention, []))
-                uses.append((prompt_id, sequence))
+                interventions_by_id[id(intervention)] = intervention
+                uses_by_id[id(intervention)].append((prompt_id, sequence))
 
             if sequence.cut_edges and sequence.cut_edges.layers is not None:
                 hooks.chosen_layers(model, sequence.cut_edges.layers)
 
-    for intervention, uses in uses_by_id.values():
+    for intervention_id, uses in uses_by_id.items():
+        intervention = interventions_by_id[intervention_id]
         intervention.check(model, [prompt_id for prompt_id, _ in uses])
 
         if isinstance(intervention, ChecksSequences):
@@ -321,10 +324,10 @@ def check_side(
     position_counts = _position_counts(sequences)
     longest_name = max(position_counts, key=position_counts.__getitem__)
     shortest_name = min(position_counts, key=position_counts.__getitem__)
-    longest = position_counts[longest_name]
-    shortest = position_counts[shortest_name]
-    is_beyond = longest + new_tokens > boundary.at
-    clause = f'{prompt.where} has {longest:,} positions with the condition "{longest_name}"'
+    most_positions = position_counts[longest_name]
+    fewest_positions = position_counts[shortest_name]
+    is_beyond = most_positions + new_tokens > boundary.at
+    clause = f'{prompt.where} has {most_positions:,} positions with the condition "{longest_name}"'
     if new_tokens:
         clause = f"{clause} and {new_tokens} new tokens are allowed"
 
@@ -338,34 +341,33 @@ def check_side(
             )
         return
 
-    if boundary.side(shortest) != boundary.side(longest):
+    if boundary.side(fewest_positions) != boundary.side(most_positions):
         raise PromptError(
-            f'{prompt.where} has {shortest:,} positions with the condition "{shortest_name}" and'
-            f' {longest:,} with "{longest_name}": beyond {boundary.at:,} positions'
-            f" {model.cfg.model_name} computes with other factors (LongRoPE), so this would"
-            " compare two models and not the effect of the inserted tokens. Omit the prompt,"
-            " insert fewer tokens, or let the original ones keep their positions (.unshifted())"
+            f"{prompt.where} has {fewest_positions:,} positions with the condition"
+            f' "{shortest_name}" and {most_positions:,} with "{longest_name}": beyond'
+            f" {boundary.at:,} positions {model.cfg.model_name} computes with other factors"
+            " (LongRoPE), so this would compare two models and not the effect of the inserted"
+            " tokens. Omit the prompt, insert fewer tokens, or let the original ones keep their"
+            " positions (.unshifted())"
         )
-    if is_beyond and longest <= boundary.at:
+    if is_beyond and most_positions <= boundary.at:
         advice = "Omit the prompt"
-        if longest < boundary.at:
-            advice = f"{advice}, or give new_tokens={boundary.at - longest} at most"
+        if most_positions < boundary.at:
+            advice = f"{advice}, or give new_tokens={boundary.at - most_positions} at most"
         raise PromptError(
             f"{clause}: beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
             f" other factors (LongRoPE), which would change in the middle of an answer. {advice}"
         )
 
 
-def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str]:
-    """The side of the model's boundary on which each prompt lies, "short" or "long".
-
-    Empty for a model whose RoPE does not depend on the length.
-    """
+def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> list[str | None]:
+    """The side of the model's boundary on which each prompt lies, "short" or "long"; None for each
+    if the model's RoPE does not depend on the length."""
     boundary = boundary_of(model)
     if boundary is None:
-        return []
+        return [None] * len(prompt_sequences)
 
-    sides: list[str] = []
+    sides: list[str | None] = []
     for sequences in prompt_sequences:
         # All sequences of a prompt are on the same side, see check_side.
         most_positions = max(_position_counts(sequences).values())
@@ -375,12 +377,14 @@ def sides_of(model: HookedModel, prompt_sequences: Sequence[ByCondition]) -> lis
 
 def _check_protocol(analysis: Any) -> None:
     """Refuse an analysis that does not follow the protocol."""
-    missing = [attribute for attribute in _REQUIRED_ATTRIBUTES if not hasattr(analysis, attribute)]
+    missing_attributes = [
+        attribute for attribute in _REQUIRED_ATTRIBUTES if not hasattr(analysis, attribute)
+    ]
     problem = ""
     if isinstance(analysis, type):
         problem = "it is a class, not an instance"
-    elif missing:
-        problem = f"it lacks {', '.join(missing)}"
+    elif missing_attributes:
+        problem = f"it lacks {', '.join(missing_attributes)}"
     if problem:
         raise OptionError(
             f"analyses holds {analysis!r}, which is not an analysis ({problem}); give one such as"

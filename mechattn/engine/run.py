@@ -39,7 +39,7 @@ from mechattn.results import provenance
 from mechattn.results.result import MEMORY, Result
 from mechattn.stats.random_effects import FEWEST_DRAWS
 
-Sequences = Sequence[ByCondition]  # of each prompt
+PromptSequences = Sequence[ByCondition]  # an entry for each prompt
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,10 @@ def run(
         memory: The memory budget for one layer of one batch, such as "2GiB".
         engine: "streaming" computes attention in blocks of query rows and stores no [query, key]
             matrix. "fused" takes sums over queries from two calls of a fused kernel, for analyses
-            that need no rows. "hooks" reduces each layer's pattern from TransformerLens's hooks.
-            "auto" streams, or on a GPU uses the fused kernel for analyses that need no rows; if
-            that does not give the model's own numbers, it uses the hooks.
+            that need no rows; if no analysis reads attention, it streams. "hooks" reduces each
+            layer's pattern from TransformerLens's hooks. "auto" streams, or on a GPU uses the fused
+            kernel for analyses that need no rows; if that does not give the model's own numbers, it
+            uses the hooks.
 
     Returns:
         A result with one dataset per analysis, and "sequences", the tokens that the model read.
@@ -118,7 +119,7 @@ class Plan:
     options: RunOptions
     paths: bool  # whether the full path of a checkpoint is recorded
 
-    def sequences(self, prompts: Sequence[Prompt]) -> Sequences:
+    def sequences(self, prompts: Sequence[Prompt]) -> PromptSequences:
         """The sequence of every prompt under every condition, checked."""
         sequences = checks.checked_sequences(
             self.conditions, prompts, self.model, self.options.seed, self.analyses
@@ -164,7 +165,7 @@ class Run:
     likenesses: Sequence[Mapping[str, Any]]
 
     def result(
-        self, prompts: Sequence[Prompt], sequences: Sequences, places: Sequence[int]
+        self, prompts: Sequence[Prompt], sequences: PromptSequences, places: Sequence[int]
     ) -> Result:
         """Run the model on some prompts.
 
@@ -176,15 +177,16 @@ class Run:
         start_time = time.monotonic()
         collectors = self._collectors(prompts, sequences)
         measure = partial(self._measured, prompts, sequences)
-        batches = self._batches(sequences)
 
         halved_groups = []
         # A run of less than 2 s has no bar. With leave=None, the bar of one of several chunks
         # disappears at its end.
-        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
+        groups = self._prompt_groups(sequences)
+        for indices in tqdm(groups, desc="prompts", unit="batch", delay=2, leave=None):
             batches_and_values, too_large_groups = in_halves(indices, measure)
-            for group in too_large_groups:
-                halved_groups.append({"prompts": len(group), "first": prompts[group[0]].id})
+            for too_large in too_large_groups:
+                first_id = prompts[too_large[0]].id
+                halved_groups.append({"prompts": len(too_large), "first": first_id})
             for batch, values in batches_and_values:
                 for collector, layer_values in zip(collectors, values, strict=True):
                     collector.add(batch, layer_values)
@@ -195,7 +197,7 @@ class Run:
         seconds = round(time.monotonic() - start_time, 3)
         return Result(datasets, {**entries, "halved": halved_groups, "seconds": seconds})
 
-    def _collectors(self, prompts: Sequence[Prompt], sequences: Sequences) -> list[Collector]:
+    def _collectors(self, prompts: Sequence[Prompt], sequences: PromptSequences) -> list[Collector]:
         """An empty collector for each analysis."""
         plan = self.plan
         coords: dict[str, list] = {
@@ -211,8 +213,8 @@ class Run:
             Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses
         ]
 
-    def _batches(self, sequences: Sequences) -> list[list[int]]:
-        """The indices of the prompts of each batch."""
+    def _prompt_groups(self, sequences: PromptSequences) -> list[list[int]]:
+        """The indices of the prompts that are to be measured in one batch."""
         plan = self.plan
         holds_pattern = self.engine.name == "hooks"
         return batch_plan(
@@ -224,7 +226,7 @@ class Run:
         )
 
     def _measured(
-        self, prompts: Sequence[Prompt], sequences: Sequences, indices: Sequence[int]
+        self, prompts: Sequence[Prompt], sequences: PromptSequences, indices: Sequence[int]
     ) -> tuple[Batch, list[LayerValues]]:
         """The batch of the prompts at these indices under all conditions, and its values."""
         plan = self.plan
@@ -236,10 +238,10 @@ class Run:
             plan.model,
             batch,
             self.engine.forward,
-            {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers},
-            plan.analyses,
-            [prompt.id for prompt in prompts],
-            self.blind,
+            windows={layer: hooks.attention_window(plan.model, layer) for layer in plan.layers},
+            analyses=plan.analyses,
+            prompt_ids=[prompt.id for prompt in prompts],
+            blind=self.blind,
         )
         return batch, values
 

@@ -359,7 +359,7 @@ def _provenance_here(
         "dtype": dtype_name(model),
     }
     sides = request_checks.sides_of(model, sequences)
-    if sides:  # of a LongRoPE model
+    if None not in sides:  # of a LongRoPE model
         provenance["rope_factors"] = dict(Counter(sides))
     return provenance
 

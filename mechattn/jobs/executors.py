@@ -17,7 +17,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from mechattn.errors import MechattnError, OptionError, OutputError, check_choice, check_counts
+from mechattn.errors import (
+    MechattnError,
+    OptionError,
+    OutputError,
+    check_choice,
+    check_counts,
+    reason,
+    say,
+)
 from mechattn.jobs.job import Job, Worker
 from mechattn.results.result import Result
 
@@ -25,10 +33,6 @@ ExecutorName = Literal["local", "ray"]
 # How often a chunk is computed whose worker dies: a machine may be lost by accident twice, but a
 # chunk that does not fit in memory kills every worker.
 TRIES = 3
-LOOPBACK = ("127.0.0.1", "::1")
-# Ray stays on the loopback address where it supports no clusters of several machines, as on Windows
-# and macOS; its code asks this variable on every system.
-ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class Executor(Protocol):
@@ -96,7 +100,8 @@ class Ray:
         address: Such as "auto" or "ray://host:10001"; by default a cluster is started that no other
             machine can reach.
         workers: The number of actors; by default one per GPU or, if the cluster has no GPUs, one
-            per ``threads`` cores. There are never more than chunks.
+            per ``threads`` cores of a machine. There are never more than chunks, or than the
+            cluster has room for.
     """
 
     address: str | None = None
@@ -108,7 +113,8 @@ class Ray:
         The prompts of all these chunks are checked before the first is measured.
 
         Raises:
-            MechattnError: There is no cluster, a worker refuses its chunk, or workers die.
+            MechattnError: There is no cluster, it has no room for a worker, a worker refuses its
+                chunk, or workers die.
         """
         ray = self._connected()
         from ray.util import ActorPool
@@ -126,10 +132,9 @@ class Ray:
                 lambda actor, index: actor.part.remote(index), chunk_indices
             )
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            reason = str(error).partition("\n")[0]
             raise OutputError(
                 f"a worker of {job.model!r} died {TRIES} times at the same chunk, perhaps for lack "
-                f"of memory ({reason}); finished chunks are kept. Use smaller chunks, fewer "
+                f"of memory ({reason(error)}); finished chunks are kept. Use smaller chunks, fewer "
                 "conditions or more memory, and run the command again"
             ) from error
         except ray.exceptions.RayTaskError as error:
@@ -141,30 +146,47 @@ class Ray:
                 ray.kill(actor)
 
     def _actors(self, ray: Any, stored_job: Any, threads: int, chunk_count: int) -> list[Any]:
-        """Start the actors that compute a job, but not more than there are chunks."""
-        resources = ray.cluster_resources()
-        cpus = threads
-        default_workers = int(resources.get("CPU", 1)) // threads
-        gpu_count = int(resources.get("GPU", 0))
-        if gpu_count:  # the GPUs compute, so one core per actor is enough
-            cpus = 1
-            default_workers = gpu_count
+        """Start the actors that compute a job, but not more than there are chunks or than fit.
+
+        Ray starts an actor that does not fit when resources become free. Until then the pool waits
+        for the chunk that it has given to that actor.
+
+        Raises:
+            OptionError: No machine of the cluster has room for an actor.
+        """
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        needs = {"CPU": threads}
+        if any("GPU" in resources for resources in machines):
+            needs = {"CPU": 1, "GPU": 1}  # the GPUs compute, so one core per actor is enough
+
+        most_workers = 0
+        for resources in machines:
+            most_workers += int(min(resources.get(name, 0) // need for name, need in needs.items()))
+        if not most_workers:
+            raise OptionError(
+                f"no machine of the Ray cluster has what a worker needs ({needs}): use fewer "
+                "threads, or add machines to the cluster"
+            )
+        actor_count = min(self.workers or most_workers, chunk_count)
+        if actor_count > most_workers:
+            say(f"the Ray cluster has room for {most_workers} of the {actor_count} workers")
+            actor_count = most_workers
 
         actor_class = ray.remote(Worker).options(
-            num_cpus=cpus,
-            num_gpus=min(gpu_count, 1),
+            num_cpus=needs["CPU"],
+            num_gpus=needs.get("GPU", 0),
             max_restarts=-1,  # as often as needed
             max_task_retries=TRIES - 1,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         )
-        actor_count = max(1, min(self.workers or default_workers, chunk_count))
         return [actor_class.remote(stored_job) for _ in range(actor_count)]
 
     def _connected(self) -> Any:
         """Return Ray, connected to the cluster at the address or, without one, to a private one.
 
         Raises:
-            OptionError: There is no cluster at the address, or Ray is not installed.
+            OptionError: There is no cluster at the address, the private one cannot be started, or
+                Ray is not installed.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends no usage data
         try:
@@ -178,10 +200,10 @@ class Ray:
             raise
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
+        except (OSError, ValueError, RuntimeError) as error:
             raise OptionError(
-                f"there is no Ray cluster at address={self.address!r}: {reason}"
+                f"no Ray cluster can be started or reached with address={self.address!r}: "
+                f"{reason(error)}"
             ) from None
 
         return ray
@@ -193,22 +215,28 @@ def _with_private_cluster() -> Any:
     If this process has already connected Ray to a cluster, that cluster is used.
 
     Raises:
-        OptionError: Ray starts a cluster that other machines can reach.
+        OptionError: Ray cannot start a cluster, or starts one that other machines can reach.
     """
-    # The token is for this cluster only. Ray reads the mode when it is imported; one that the user
-    # has set is kept.
-    variables = {ONE_MACHINE: "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # If the first is "0", which is its default on Windows and macOS only, Ray stays on the loopback
+    # address. The token is for this cluster only. Ray reads the mode when it is imported; one that
+    # the user has set is kept.
+    variables = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         variables["RAY_AUTH_MODE"] = "token"
 
-    environment = dict(os.environ)
+    old_values = {name: os.environ[name] for name in variables.keys() & os.environ.keys()}
     os.environ.update(variables)  # for the processes of the cluster, which inherit them
     try:
         import ray
 
         if ray.is_initialized():
             return ray
-        # If Ray was imported earlier, it has read ONE_MACHINE already.
+        # ray/_private/ray_constants.py reads the first variable into this constant when Ray is
+        # imported, which may have been earlier. If it is false, ray/_private/services.py uses the
+        # loopback address (github.com/ray-project/ray/issues/18730).
         constants = ray._private.ray_constants
         was_enabled = constants.ENABLE_RAY_CLUSTER
         constants.ENABLE_RAY_CLUSTER = False
@@ -217,11 +245,12 @@ def _with_private_cluster() -> Any:
         finally:
             constants.ENABLE_RAY_CLUSTER = was_enabled
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(old_values)
 
     address = ray.util.get_node_ip_address()
-    if address not in LOOPBACK:
+    if address not in ("127.0.0.1", "::1"):
         ray.shutdown()
         raise OptionError(
             f"this version of Ray ({ray.__version__}) starts a cluster that other machines can "

@@ -43,8 +43,6 @@ WHOLE = Shard(1, 1)
 CHUNK_NAME = re.compile(r"[0-9]{5,}\.zarr")
 # A killed process leaves a temporary folder of atomic_writes, whose name ends with 8 characters.
 UNFINISHED_NAME = re.compile(r"\.[0-9]{5,}\.zarr\.mechattn-[a-z0-9_]{8}")
-# What a chunk that is being deleted is called, so that it is recognised as unfinished.
-DELETED_ENDING = ".mechattn-deleted_"
 
 
 def run_job(
@@ -98,9 +96,8 @@ def compute(
     chunk_indices = range(shard.number - 1, len(job.chunks), shard.count)
     if not chunk_indices:
         raise OptionError(
-            f"shard {shard.number}/{shard.count} has nothing to do: {len(job.prompts)} prompts in"
-            f" chunks of {job.chunk} make {len(job.chunks)} chunks. Use fewer shards or smaller"
-            " chunks"
+            f"shard {shard.number}/{shard.count} has nothing to do: the job has {len(job.chunks)} "
+            "chunks. Use fewer shards or smaller chunks"
         )
 
     is_stored = not fresh and _is_stored(job, path, chunk_indices)
@@ -197,8 +194,8 @@ class ChunkFolder:
             shutil.rmtree(path)
         for path in self._paths_named(CHUNK_NAME):
             Location(str(path)).check_ours()
-            # Renamed first, so that it counts as unfinished if the process is killed meanwhile.
-            unfinished = path.with_name(f".{path.name}{DELETED_ENDING}")
+            # Renamed first, so that it has an UNFINISHED_NAME if the process is killed meanwhile.
+            unfinished = path.with_name(f".{path.name}.mechattn-deleted_")
             os.replace(path, unfinished)
             shutil.rmtree(unfinished)
 

@@ -155,7 +155,7 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     for name in names_of_means(first_dataset):
         moments |= _merged_moments(datasets, name)
 
-    merged = {}
+    merged_arrays = {}
     for label, first_array in first_dataset.data_vars.items():
         name = str(label)
         variables = [dataset[name].variable for dataset in datasets]
@@ -170,7 +170,7 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
             raise OptionError(f"{name} has no dimension prompt, so it cannot be merged")
         sources = [variable.encoding.get(SOURCES, set()) for variable in variables]
         encoding = {SOURCES: set().union(*sources)}
-        merged[name] = (first_array.dims, values, first_array.attrs, encoding)
+        merged_arrays[name] = (first_array.dims, values, first_array.attrs, encoding)
 
     ids: list[str] = []
     for dataset in datasets:
@@ -182,7 +182,7 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         elif dim != "prompt":
             coords[dim] = first_dataset[dim].values
 
-    return xr.Dataset(merged, coords, first_dataset.attrs)
+    return xr.Dataset(merged_arrays, coords, first_dataset.attrs)
 
 
 def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> dict[str, np.ndarray]:
@@ -234,26 +234,26 @@ def _merged_entries(
     Raises:
         OptionError: Any other entry differs.
     """
-    merged: dict[str, Any] = {}
+    merged_entries: dict[str, Any] = {}
     for name in dict.fromkeys([*ours, *theirs]):
         path = f"{where}{name}"
         our_value = ours.get(name)
         their_value = theirs.get(name)
         if path in COMBINED:
-            merged[name] = COMBINED[path](our_value, their_value)
+            merged_entries[name] = COMBINED[path](our_value, their_value)
         elif path in MAY_DIFFER:
-            merged[name] = _collected(our_value, their_value)
+            merged_entries[name] = _collected(our_value, their_value)
         elif isinstance(our_value, dict) and isinstance(their_value, dict):
-            merged[name] = _merged_entries(our_value, their_value, f"{path}.")
+            merged_entries[name] = _merged_entries(our_value, their_value, f"{path}.")
         else:
             if our_value != their_value:
                 raise OptionError(
                     f"these results don't belong together: {path} is {our_value!r} in one and"
                     f" {their_value!r} in another"
                 )
-            merged[name] = our_value
+            merged_entries[name] = our_value
 
-    return merged
+    return merged_entries
 
 
 def _collected(ours: Any, theirs: Any) -> Any:

@@ -83,9 +83,9 @@ def name_of(path: str) -> str:
     """
     if "://" in path:
         return without_secrets(path)
-    in_hub_cache = re.search(r"models--(\w[\w.-]*)[/\\]snapshots", path)
-    if in_hub_cache:
-        return in_hub_cache[1].replace("--", "/")
+    cache_match = re.search(r"models--(\w[\w.-]*)[/\\]snapshots", path)
+    if cache_match:
+        return cache_match[1].replace("--", "/")
 
     names = [name for name in re.split(r"[/\\]", path) if name]
     has_drive = path[1:2] == ":"

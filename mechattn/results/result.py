@@ -63,7 +63,8 @@ class Result(ForwardingMethods):
             labels: For each dimension a label, a list or a slice, such as ``layer=1``, ``head=[0,
                 3]``, ``head="L1H3"`` (which selects the layer too) or
                 ``prompt=result["sequences"].prompt[:8]``. A dimension with a single label is kept,
-                so that the selection can be compared and drawn.
+                so that the selection can be compared and drawn. The baseline stays the first
+                condition, wherever it is in a list.
 
         Returns:
             A result with the same datasets. Datasets without a dimension are not changed by it.
@@ -75,7 +76,7 @@ class Result(ForwardingMethods):
         layer_and_head = head_named(labels.get("head"))
         if layer_and_head:
             layer, head = layer_and_head
-            if labels.get("layer", layer) != layer:
+            if "layer" in labels and np.atleast_1d(labels["layer"]).tolist() != [layer]:
                 raise OptionError(
                     f"layer={labels['layer']!r}, head={labels['head']!r}: that head is in layer"
                     f" {layer}; leave layer out, or give the head by its number"
@@ -89,9 +90,13 @@ class Result(ForwardingMethods):
                 raise OptionError(
                     f"this result has no dimension {dim!r}; it has {', '.join(sorted(dims))}"
                 )
-            if not isinstance(label, slice) and np.ndim(label) == 0:
-                label = [label]  # so that the dimension is kept
-            indexers[dim] = label
+            indexer = label
+            if not isinstance(label, slice):
+                indexer = np.atleast_1d(label)  # so that the dimension is kept
+                if dim == "condition":
+                    # The baseline first, the others in the given order.
+                    indexer = indexer[np.argsort(indexer != BASELINE, kind="stable")]
+            indexers[dim] = indexer
 
         arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
         datasets = {}
@@ -99,19 +104,19 @@ class Result(ForwardingMethods):
             own_indexers = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
             try:
                 datasets[name] = dataset.sel(own_indexers)
-            except KeyError:
+            except (LookupError, TypeError, ValueError):  # some labels cannot be looked up at all
                 raise OptionError(
                     f"sel({arguments}): not all of these labels are in {name}; "
                     f"result[{name!r}].coords shows its labels"
                 ) from None
-            if 0 in map(datasets[name].sizes.get, own_indexers):
+            if any(datasets[name].sizes[dim] == 0 for dim in own_indexers):
                 raise OptionError(f"sel({arguments}) selects nothing of {name}")
 
         return replace(self, datasets=datasets)
 
     @property
     def conditions(self) -> list[str]:
-        """The names of the conditions, the baseline first."""
+        """The names of the conditions, the baseline first if it is among them."""
         return [str(name) for name in self["sequences"].condition.values]
 
     def shown_condition(self, name: str | None = None) -> str:
@@ -176,14 +181,13 @@ class Result(ForwardingMethods):
         if name is None:
             name = next(iter(self._analyses()), "sequences")
         dataset = self[name]
-        if quantity is not None and quantity not in dataset:
-            raise OptionError(f"{name} has no quantity {quantity!r}; it has {_quoted(dataset)}")
-
-        quantities = [label for label in dataset if "segment" in dataset[label].dims]
-        if quantity is not None:
+        if quantity is None:
+            quantities_by_segment = [key for key in dataset if "segment" in dataset[key].dims]
+            quantities = quantities_by_segment or list(dataset)
+        elif quantity in dataset:
             quantities = [quantity]
-        elif not quantities:
-            quantities = list(dataset)
+        else:
+            raise OptionError(f"{name} has no quantity {quantity!r}; it has {_quoted(dataset)}")
         table = dataset[quantities].to_dataframe()
         return table.dropna(how="all").reset_index()
 
@@ -217,8 +221,6 @@ class Result(ForwardingMethods):
 def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
     """The part of a result with these indices along a dimension, such as some layers or prompts. No
     values are read."""
-    if isinstance(indices, slice) and indices == slice(None):
-        return result
     datasets = {
         name: dataset.isel({dim: indices}, missing_dims="ignore")
         for name, dataset in result.datasets.items()
@@ -240,20 +242,22 @@ def in_half_the_space(result: Result) -> Result:
     """The result with the numbers of single prompts as float16. Moments over prompts, and arrays
     with one number per prompt, stay as they are.
 
+    A number is rounded by up to 0.05 %, one below 6e-5 by up to 3e-8; one below 3e-8 becomes 0.
+
     Raises:
         OptionError: A number is too large for float16.
     """
     datasets = {}
     for name, dataset in result.datasets.items():
         float16_values = {}
-        for label, values in dataset.data_vars.items():
+        for quantity, values in dataset.data_vars.items():
             if values.dims[:1] != ("prompt",) or values.ndim < 2 or values.dtype.kind != "f":
                 continue
             if (abs(values) > np.finfo(np.float16).max).any():
                 raise OptionError(
-                    f'{label} is too large for values="float16"; omit it to keep float32'
+                    f'{quantity} is too large for values="float16"; omit it to keep float32'
                 )
-            float16_values[label] = values.astype(np.float16)
+            float16_values[quantity] = values.astype(np.float16)
         datasets[name] = dataset.assign(float16_values)
 
     return replace(result, datasets=datasets)

@@ -143,7 +143,7 @@ def recover(path: Path) -> None:
         path: The folder, by its real path.
 
     Raises:
-        OutputError: A complete folder was found, but it cannot be renamed.
+        OSError: A complete folder was found, but it cannot be renamed; the error names both paths.
     """
     if os.path.lexists(path):
         return
@@ -154,26 +154,19 @@ def recover(path: Path) -> None:
         new_path = folder / _new_name(path)
         if new_path.exists():  # the new one was complete before the old one was moved away
             complete_path = new_path
-        try:
-            # Whoever has the lock may be another process that is restoring the folder, or a writer
-            # between its two renames. Both take less than these 10 seconds.
-            with FileLock(folder / LOCK, timeout=10):
-                if not os.path.lexists(path):
-                    os.replace(complete_path, path)
-                    flush([path.parent])
-                    say(
-                        f"the result of {path} was found complete in {folder}, where a killed "
-                        "process had left it"
-                    )
-                    with suppress(OSError):  # the next sweep deletes what remains
-                        _remove(folder, path)
-        except UNLOCKABLE:  # its writer is alive or, without locks, may be alive
-            continue
-        except OSError as error:
-            raise OutputError(
-                f"the result of {path} was found complete in {folder}, but cannot be moved to its "
-                f"place ({error.strerror or error}): rename {complete_path} to {path}"
-            ) from error
+        # Whoever has the lock may be another process that is restoring the folder, or a writer
+        # between its two renames. Both take less than these 10 seconds. If the lock is held for
+        # longer, or the file system has no locks, the writer may be alive.
+        with suppress(*UNLOCKABLE), FileLock(folder / LOCK, timeout=10):
+            if not os.path.lexists(path):
+                os.replace(complete_path, path)
+                flush([path.parent])
+                say(
+                    f"the result of {path} was found complete in {folder}, where a killed process "
+                    "had left it"
+                )
+                with suppress(OSError):  # the next sweep deletes what remains
+                    _remove(folder, path)
 
 
 def delete_leftovers(path: Path) -> None:
@@ -210,16 +203,10 @@ def _locked_folder(path: Path) -> tuple[Path, FileLock]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
         lock = FileLock(folder / LOCK, timeout=0)
-        try:
+        with suppress(Timeout, FileNotFoundError):
             with suppress(NotImplementedError):
                 lock.acquire()
             return folder, lock
-        except (Timeout, FileNotFoundError):
-            continue
-        except OSError:
-            with suppress(OSError):
-                folder.rmdir()
-            raise
 
 
 def _prefix(path: Path) -> str:
@@ -241,7 +228,7 @@ def _temporary_folders(path: Path) -> list[Path]:
         for folder in path.parent.glob(pattern):
             if folder.is_symlink() or not folder.is_dir():
                 continue
-            entry_names = {entry.name for entry in folder.iterdir()}
+            entry_names = set(os.listdir(folder))
             # The marker is missing if the process was killed before it wrote the marker or after
             # it deleted it. The folder is then empty or contains the lock alone.
             if entry_names <= our_names and (MARKER in entry_names or entry_names <= {LOCK}):

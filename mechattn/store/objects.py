@@ -27,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore
 
-from mechattn.errors import MechattnError, OutputError
+from mechattn.errors import MechattnError, OutputError, reason
 
 SCHEMA = 7
 ROOT = "zarr.json"
@@ -241,8 +241,7 @@ class Listing(MemoryStore):
             content = self.read(key)
         else:
             return None
-        buffer_prototype = prototype or default_buffer_prototype()
-        return buffer_prototype.buffer.from_bytes(content)
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(content)
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
         """Write an object for Zarr, which never writes part of one."""
@@ -299,9 +298,8 @@ def errors_of_files(failure: str, advice: str) -> Iterator[None]:
     except MechattnError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         # Without its cause, as an address in it may contain a password.
-        raise OutputError(f"{failure} ({reason}); {advice}") from None
+        raise OutputError(f"{failure} ({reason(error)}); {advice}") from None
 
 
 def checksum(content: bytes) -> str:
@@ -309,10 +307,10 @@ def checksum(content: bytes) -> str:
     return f"{google_crc32c.value(content):08x}"
 
 
-def damage(location: Location, name: str, reason: str) -> DamagedResult:
+def damage(location: Location, name: str, fault: str) -> DamagedResult:
     """The error for an object or an array that is not as it was written."""
     return DamagedResult(
-        f"the result at {location} is damaged: {name}: {reason}. Load it again if it was replaced "
+        f"the result at {location} is damaged: {name}: {fault}. Load it again if it was replaced "
         "meanwhile; otherwise run it again, or restore a copy"
     )
 

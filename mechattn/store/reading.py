@@ -38,10 +38,10 @@ from mechattn.store.objects import (
 
 # A result is read at once if it takes at most an eighth of the memory, which leaves the rest to the
 # tables and figures that are made of it.
-SHARE_READ_AT_ONCE = 1 / 8
+SHARE_READ_AT_ONCE = 0.125
 # Bytes. An array up to this size is read when a result is opened, because a later access to a disk
 # or a bucket would cost more than its content.
-SMALL_ARRAY = 2**16
+SMALL_ARRAY = 65_536
 TEXT_LENGTH = 4  # bytes that "vlen-utf8" takes for the number of texts, and for each length
 Number = Annotated[str, Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))$")]
 
@@ -255,7 +255,8 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
             return []
         object_shape = metadata.chunk_grid.configuration["chunk_shape"]
         # Rounded up in integers, which are exact for any number that the metadata declare.
-        grid = [-(-size // step) for size, step in zip(metadata.shape, object_shape, strict=True)]
+        lengths_and_steps = zip(metadata.shape, object_shape, strict=True)
+        grid = [-(-length // step) for length, step in lengths_and_steps]
     except ValueError:  # such as pydantic's ValidationError
         raise DamagedResult(
             f"{metadata_name} in the result at {listing.location} is not in the format that "
@@ -278,8 +279,8 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
         else:
             has_values = size == value_count * np.dtype(metadata.data_type).itemsize
         if not has_values:
-            reason = f"its {size:,} bytes do not hold {value_count:,} values"
-            raise damage(listing.location, name, reason)
+            fault = f"its {size:,} bytes do not hold {value_count:,} values"
+            raise damage(listing.location, name, fault)
 
     return names
 

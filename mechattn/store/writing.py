@@ -40,7 +40,17 @@ from mechattn.store.reading import open_checked_result, open_result
 # Bytes. A figure of one layer of a large result then reads little else.
 LARGEST_OBJECT = 2**20
 # The dimensions that large objects are cut along, in this order.
-CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key", "pos")
+CUT_DIMENSIONS = (
+    "condition",
+    "segment",
+    "layer",
+    "head",
+    "original_key",
+    "key",
+    "pos",
+    "query",
+    "target",
+)
 
 
 def check_result_location(path: str | Path) -> Location:
@@ -168,13 +178,13 @@ def _checked_location(path: str | Path) -> Location:
     location = location_of(path)
     if Path(str(path)).suffix != ".zarr":
         raise OutputError(
-            f'"{path}" should end with ".zarr": a result is a Zarr folder, here or at an address. '
-            "For NetCDF or CSV, see mechattn export"
+            f'"{path}" is not a name such as "llama.zarr": a result is a Zarr folder, here or at '
+            "an address. For NetCDF or CSV, see mechattn export"
         )
 
-    if location.folder:
-        recover(location.folder)
     with _writing_to(location):
+        if location.folder:
+            recover(location.folder)
         if location.exists():
             location.check_ours()
     return location
@@ -230,13 +240,12 @@ def _write_dataset(name: str, dataset: xr.Dataset, chunk_size: int, listing: Lis
 def _object_shape(variable: xr.Variable, chunk_size: int) -> tuple[int, ...]:
     """The shape of an array's objects: a chunk of prompts, cut further until it is small enough."""
     lengths = {str(dim): max(1, length) for dim, length in variable.sizes.items()}
-    if "prompt" not in lengths:
-        return tuple(lengths.values())
-    lengths["prompt"] = min(chunk_size, lengths["prompt"])
-    for dim in CUT_DIMENSIONS:
-        object_bytes = variable.dtype.itemsize * prod(lengths.values())
-        if dim in lengths and object_bytes > LARGEST_OBJECT:
-            # Zarr pads the last object, so all should be of about the same length.
-            pieces = ceil(object_bytes / LARGEST_OBJECT)
-            lengths[dim] = ceil(lengths[dim] / pieces)
+    if "prompt" in lengths:
+        lengths["prompt"] = min(chunk_size, lengths["prompt"])
+        for dim in CUT_DIMENSIONS:
+            object_bytes = variable.dtype.itemsize * prod(lengths.values())
+            if dim in lengths and object_bytes > LARGEST_OBJECT:
+                # Zarr pads the last object, so all should be of about the same length.
+                pieces = ceil(object_bytes / LARGEST_OBJECT)
+                lengths[dim] = ceil(lengths[dim] / pieces)
     return tuple(lengths.values())

@@ -111,7 +111,7 @@ def test_what_workers_end_with_is_an_error_of_the_run(
 ):
     """Ray kills workers when memory is short, and has errors of its own for that and for what a worker raises."""
     cluster = MagicMock(exceptions=ray.exceptions)
-    cluster.cluster_resources.return_value = {"CPU": 1.0}
+    cluster.nodes.return_value = [{"Alive": True, "Resources": {"CPU": 1.0}}]
     pool = MagicMock()
     pool.map_unordered.side_effect = error
     monkeypatch.setattr(Ray, "_connected", lambda executor: cluster)
@@ -122,6 +122,15 @@ def test_what_workers_end_with_is_an_error_of_the_run(
     ask(actor := MagicMock(), 7)
     actor.check.remote.assert_called_once_with(7)  # all are checked before the first is measured
     assert cluster.remote.return_value.options.call_args.kwargs["max_task_retries"] == 2
+
+
+def test_no_more_workers_than_the_machines_have_room_for():
+    """An actor that waits for a core would keep its chunk, and the run would not end."""
+    cluster = MagicMock()
+    cluster.nodes.return_value = 2 * [{"Alive": True, "Resources": {"CPU": 3.0}}]
+    assert len(Ray(workers=8)._actors(cluster, None, 2, 9)) == 2
+    with pytest.raises(OptionError, match="no machine of the Ray cluster"):
+        Ray()._actors(cluster, None, 4, 9)
 
 
 def test_without_ray_and_without_a_cluster(job, tmp_path, monkeypatch):

@@ -249,7 +249,7 @@ def test_the_subset_of_a_dataset_follows_a_colon(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("output", "message"), [("r1", r"end with"), ("taken.zarr", "is not a stored result")]
+    ("output", "message"), [("r1", r"is not a name"), ("taken.zarr", "is not a stored result")]
 )
 def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch, output, message):
     monkeypatch.setattr("mechattn.commands.run_config.load_prompts", None)

@@ -260,7 +260,7 @@ def test_a_shard_that_is_none(shard):
 
 
 def test_a_shard_without_chunks(job, tmp_path):
-    message = r"shard 5/5 has nothing to do: 3 prompts in chunks of 1 make 3 chunks"
+    message = r"shard 5/5 has nothing to do: the job has 3 chunks"
     with pytest.raises(OptionError, match=message):
         ma.run_job(job, tmp_path / "r.zarr", shard="5/5")
 

@@ -50,13 +50,6 @@ def test_a_template_with_another_date_is_refused_with_the_difference(folder, tmp
         run_job(job(folder), path)
 
 
-def test_the_same_template_gives_the_same_job(folder):
-    assert job(folder).fingerprint == job(folder).fingerprint
-    before = job(folder).fingerprint
-    write_date(folder, "25 November")
-    assert job(folder).fingerprint != before
-
-
 def test_answers_are_not_resumed_with_another_date(folder, tmp_path):
     prompts = [ma.Prompt(QUESTIONS[1], template="chat", solution="7")]
     path = tmp_path / "answers.jsonl"
