@@ -32,8 +32,8 @@ from mechattn.model.patterns_at_hooks import forward_with_patterns
 _TRIED_LENGTH = 6  # tokens on which position ids are tried
 _ROTATED_LENGTH = 16  # tokens whose queries and keys are compared
 _LARGEST_SHIFT = 1000  # positions by which these are moved, so that slow frequencies matter too
-# The largest differences from rounding, in float32 and in half precision.
-_ROUNDING = (1e-3, 0.1)
+# The largest difference from rounding.
+_ROUNDING = {"in_float32": 1e-3, "in_half_precision": 0.1}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def takes_negative_ids(model: HookedModel) -> bool:
     ids = torch.arange(2 * _TRIED_LENGTH, device=device_of(model))
     first_layer = hooks.attention_layers(model)[0]
     change = _change_of_pattern(model, first_layer, ids, ids + _TRIED_LENGTH)
-    return change is not None and change <= rounding_of(model, *_ROUNDING)
+    return change is not None and change <= rounding_of(model, **_ROUNDING)
 
 
 class Rotations(NamedTuple):
@@ -225,7 +225,7 @@ def _tried_rotations(
     for layer in layers:
         errors = [_error(rotation, attentions[layer], position_ids) for rotation in candidates]
         best = int(np.argmin(errors))
-        if errors[best] <= rounding_of(model, *_ROUNDING):
+        if errors[best] <= rounding_of(model, **_ROUNDING):
             rotations[layer] = candidates[best]
 
     # This is also what a model that ignores position ids looks like.

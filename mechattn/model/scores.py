@@ -23,8 +23,8 @@ Q_HOOK = "attn.hook_q"
 K_HOOK = "attn.hook_k"
 
 PROBE_LENGTH = 16  # tokens on which the softmax of the parts is compared with the model's pattern
-# The largest difference of a probability from rounding: in float32, and in half precision.
-ROUNDING = (1e-3, 2e-2)
+# The largest difference of a probability from rounding.
+ROUNDING = {"in_float32": 1e-3, "in_half_precision": 2e-2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
             slopes = slopes.to(b_q.device)  # layers may be on different devices
         scores[layer] = Scores(b_q, b_k, scale, slopes, rounded)
 
-    rounding = rounding_of(model, *ROUNDING)
+    rounding = rounding_of(model, **ROUNDING)
     formula = "scale · q·k" if slopes is None else "scale · q·k + ALiBi"
 
     for layer, error in _errors(model, scores).items():

@@ -26,10 +26,9 @@ from mechattn.model.hooks import few_tokens, logits_and_values
 
 _TRIED_VECTORS = 4
 _TRIED_TOKENS = 8
-# The largest relative errors from rounding, of a norm and of logits: in float32, and in half
-# precision.
-_NORM_ROUNDING = (1e-3, 3e-2)
-_LOGIT_ROUNDING = (0.02, 0.15)
+# The largest relative errors from rounding, of a norm and of logits.
+_NORM_ROUNDING = {"in_float32": 1e-3, "in_half_precision": 3e-2}
+_LOGIT_ROUNDING = {"in_float32": 0.02, "in_half_precision": 0.15}
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +124,7 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     frozen = FrozenNorm(gamma, centres, eps)
     expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
     error = float((output - expected).norm())
-    if not error < rounding_of(model, *_NORM_ROUNDING) * float(output.norm()):  # also refuses NaN
+    if not error < rounding_of(model, **_NORM_ROUNDING) * float(output.norm()):  # also refuses NaN
         raise ModelError(
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the"
             " contribution of a part of its input is undefined"
@@ -173,12 +172,14 @@ def unembedding(model: HookedModel) -> Unembedding:
     Raises:
         ModelError: W_U or the final norm cannot be read, or the logits do not follow from them.
     """
+    norm = getattr(model, "ln_final", None)
     with weights_here(getattr(model, "unembed", None)):
         try:
-            norm = getattr(model, "ln_final", None)
             w_u = getattr(model, "W_U", None)
-        except Exception as error:  # TransformerLens refuses a quantised W_U
-            raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from None
+        # TransformerLens asserts that the weight is a tensor (UnembeddingBridge.W_U); some
+        # quantisers keep another object there.
+        except AssertionError as error:
+            raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from error
 
     if norm is None or w_u is None:
         raise ModelError(
@@ -244,7 +245,7 @@ def _check_logits(model: HookedModel, to_logits: Unembedding) -> None:
     difference = computed - expected
     error = (difference - difference.mean(0)).norm()
     size = (expected - expected.mean(0)).norm()
-    rounding = rounding_of(model, *_LOGIT_ROUNDING)
+    rounding = rounding_of(model, **_LOGIT_ROUNDING)
     if not float(error) <= rounding * float(size):  # also refuses NaN
         raise ModelError(
             f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap"

@@ -1,5 +1,5 @@
-"""The page of a comparison: the table of statements and models, and for three of the paper's
-figures what their captions say and the same figure of each model."""
+"""The page of a comparison: the table of statements and models, and three kinds of figure: what the
+captions of the paper's figures say, and the same figure of each model."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ STYLES = {
 }
 
 HEAD_COUNT = 3  # heads in a figure of the paper
+FEWEST_TO_HALVE = 2 * FEWEST  # prompts or groups: one half chooses heads, the other is described
 
-# What automatic captions say of the paper's figures, in the order of the page; layers and heads
-# are counted from 0.
+# What automatic captions say of the paper's figures, by the name of our figure and in the order of
+# the page; layers and heads are counted from 0.
 CAPTIONS = {
     "heads": (
         "Published, by captions of figures 15 and 18. Llama-3.1-8B-Instruct, layer 0, heads 19, "
@@ -61,9 +62,9 @@ CAPTIONS = {
 }
 
 CHOICE = (
-    "Heads are those of layer 0 that change most on one half of the prompts; with fewer than six "
-    "prompts, or groups of prompts, the first heads. All prompts are drawn, so a change looks "
-    "somewhat larger than it is."
+    "Heads are those of layer 0 that change most on one half of the prompts; with fewer than "
+    f"{FEWEST_TO_HALVE} prompts, or groups of prompts, the first heads. All prompts are drawn, so "
+    "a change looks somewhat larger than it is."
 )
 
 
@@ -98,7 +99,7 @@ def write_comparison(
 
 
 def figure_sections(results: Sequence[Result]) -> list[PageSection]:
-    """Three figures for every model, each with what was published, in the order of ``CAPTIONS``."""
+    """The figures of every model, each with what was published, in the order of ``CAPTIONS``."""
     drawings_of_models = [_drawings(result) for result in results]
     sections = []
     for name, caption in CAPTIONS.items():
@@ -118,7 +119,7 @@ def changing_heads(result: Result) -> list[int]:
     """
     count = min(HEAD_COUNT, result["received_attention"].sizes["head"])
     units = units_of(result)
-    if units.n < 2 * FEWEST:
+    if units.n < FEWEST_TO_HALVE:
         return list(range(count))
     first_half, _ = units.halves()
     layers_and_heads = choose_heads(result, 0, count, "slash", np.asarray(first_half), "difference")
@@ -126,7 +127,7 @@ def changing_heads(result: Result) -> list[int]:
 
 
 def _drawings(result: Result) -> dict[str, _Drawing]:
-    """The three figures of a model, by their names in ``CAPTIONS``."""
+    """The figures of a model, by their names in ``CAPTIONS``."""
     heads = changing_heads(result)
     most_changed = heads[0]
     layers = result["received_attention"].layer.values.tolist()
