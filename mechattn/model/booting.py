@@ -55,11 +55,11 @@ def hooked_checkpoint(
     refuse_other_kinds(architectures[0], config)
 
     if dtype == "auto":
-        on_cpu = torch.device(device or get_device()).type == "cpu"
+        is_on_cpu = torch.device(device or get_device()).type == "cpu"
         stored_dtype = getattr(config, "dtype", None)
         dtype = torch.float32
         # A toy is stored in float16 only to make its file small.
-        if isinstance(stored_dtype, torch.dtype) and not (is_toy or on_cpu):
+        if isinstance(stored_dtype, torch.dtype) and not is_toy and not is_on_cpu:
             dtype = stored_dtype
 
     if tokenizer is None and is_toy:
@@ -78,12 +78,12 @@ def hooked_checkpoint(
         device = get_device()
     if not is_gguf(place):
         hf_model = multimodal_model(place, config, dtype=dtype, **placing, **hub_options)
-        return hooked_object(hf_model, tokenizer, None, device, name, **boot_options)
+        return hooked_object(hf_model, tokenizer, device=device, name=name, **boot_options)
 
     with transformers_restored():
         hf_model = load_dequantised(place, config, dtype, **placing)
     gguf = gguf_provenance(place)
-    return hooked_object(hf_model, tokenizer, None, device, name, gguf, **boot_options)
+    return hooked_object(hf_model, tokenizer, device=device, name=name, gguf=gguf, **boot_options)
 
 
 def hooked_object(
@@ -156,7 +156,8 @@ def transformers_restored() -> Iterator[None]:
     afterwards it is as before, with its own attention functions.
 
     Booting replaces these functions (TransformerLens issue 1795). To load a processor of images,
-    TransformerLens would run pip if torchvision is not installed.
+    TransformerLens would install torchvision with pip if it is absent (``_ensure_torchvision`` in
+    its ``model_bridge/sources/transformers/helpers.py``).
     """
     import transformers
     from transformers.utils import logging
@@ -209,9 +210,10 @@ def _boot(
         with transformers_restored():
             # TransformerLens changes the tokenizer that it is given, and looks for one if it is
             # given none. So it gets a copy, or for a model without a tokenizer a stand-in.
-            boot_tokenizer = copy.deepcopy(tokenizer)
             if tokenizer is None:
                 boot_tokenizer = checkpoint.lettered_tokenizer(1)
+            else:
+                boot_tokenizer = copy.deepcopy(tokenizer)
             bridge = TransformerBridge.boot_transformers(name, tokenizer=boot_tokenizer, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:

@@ -154,7 +154,8 @@ class ModelFacts:
     # The model's state when it passed its last verification; None if it was never verified or its
     # last verification failed.
     state: State | None = None
-    rotations: dict[Any, Rotations] = field(default_factory=dict)  # by layers and frequencies
+    # By the layers and the frequencies.
+    rotations: dict[Any, Rotations] = field(default_factory=dict)
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
     @property

@@ -141,13 +141,14 @@ def forward_to(
         options["position_ids"] = position_ids
 
     options |= without_cache(model)
-    if last_layer < model.cfg.n_layers - 1:
+    stops_early = last_layer < model.cfg.n_layers - 1
+    if stops_early:
         options["stop_at_layer"] = last_layer + 1
     elif "logits_to_keep" in _argument_names(model):
         options |= last_logits_only(model)
 
     with torch.no_grad(), norms_once(model):
-        if fwd_hooks or "stop_at_layer" in options:
+        if fwd_hooks or stops_early:
             model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
         else:  # the same, without building a list of every hook
             model(tokens, return_type=None, **options)

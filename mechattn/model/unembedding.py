@@ -93,8 +93,9 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     device = device_of(norm)
     dtype = next(model.parameters()).dtype
 
-    def normed(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        return in_working_dtype(norm(x.to(dtype)[None])[0])
+    def normed(vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        rows = vectors.to(dtype)[None]  # some norms take only batches
+        return in_working_dtype(norm(rows)[0])
 
     ones = torch.ones(model.cfg.d_model, device=device)
 
@@ -110,16 +111,18 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     # The outputs for alternating signs, for zeros (the bias) and for ones.
     signs = ones.clone()
     signs[1::2] = -1
-    normed_signs, bias, normed_ones = normed(torch.stack([signs, 0 * signs, ones]))
+    zeros = torch.zeros_like(ones)
+    normed_signs, bias, normed_ones = normed(torch.stack([signs, zeros, ones]))
     unbiased_signs = normed_signs - bias
 
     # A norm that subtracts the mean turns ones into zeros, up to rounding.
     centres = bool((normed_ones - bias).abs().max() < 1e-2 * unbiased_signs.abs().max())
+    centred_signs = signs
     if centres:
-        signs = signs - signs.mean()  # the mean is not 0 if the width is odd
+        centred_signs = signs - signs.mean()  # the mean is not 0 if the width is odd
     eps = _eps_of(norm, model)
-    variance = float(signs.square().mean())
-    gamma = unbiased_signs / signs * (variance + eps) ** 0.5
+    variance = float(centred_signs.square().mean())
+    gamma = unbiased_signs / centred_signs * (variance + eps) ** 0.5
 
     frozen = FrozenNorm(gamma, centres, eps)
     expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
@@ -188,11 +191,14 @@ def unembedding(model: HookedModel) -> Unembedding:
         )
 
     w_u = w_u.detach()
-    frozen = frozen_norm(model, norm, "its final norm")
-    frozen = replace(frozen, gamma=frozen.gamma.to(w_u.device))
-
-    factor = float(particulars_of(model).logit_factor(config_of(model)))
-    to_logits = Unembedding(w_u, in_working_dtype(w_u).mean(1), frozen, factor, _logit_cap(model))
+    final_norm = frozen_norm(model, norm, "its final norm")
+    to_logits = Unembedding(
+        w_u,
+        mean=in_working_dtype(w_u).mean(1),
+        norm=replace(final_norm, gamma=final_norm.gamma.to(w_u.device)),
+        factor=float(particulars_of(model).logit_factor(config_of(model))),
+        cap=_logit_cap(model),
+    )
     _check_logits(model, to_logits)
     return to_logits
 
