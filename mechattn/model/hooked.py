@@ -150,7 +150,8 @@ class ModelFacts:
     streaming: Check | None = None
     fused: Check | None = None
     weights_hash: str | None = None  # the last one
-    hashed_versions: object = None  # of the weights, compared before that hash is used again
+    # The versions of the weights at that hash, which is used again if they are the same.
+    hashed_versions: object = None
     # The model's state when it passed its last verification; None if it was never verified or its
     # last verification failed.
     state: State | None = None

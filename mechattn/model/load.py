@@ -296,7 +296,7 @@ def _outcome_of(check: Callable[..., Outcome], model: HookedModel, *arguments: A
     except Exception as error:
         raise ModelError(
             f"{model.cfg.model_name} cannot be used as a hooked model: a forward pass of a few"
-            f" tokens raises {reason(error)}. {ANOTHER_VERSION.capitalize()}"
+            f" tokens raises {reason(error)}; {ANOTHER_VERSION}"
         ) from error
 
 

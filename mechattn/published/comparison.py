@@ -183,13 +183,14 @@ def measured_cell(
     value, low, high = in_unit(interval, unit).tolist()
     untrained_means = in_unit(np.asarray(untrained), unit).tolist()
     word = word_of(statement, low, high)
-    return Cell(word, unit, value, low, high, len(values), tuple(untrained_means))
+    return Cell(word, unit, value, low, high, n=len(values), untrained=tuple(untrained_means))
 
 
 def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
     """The cell of a statement about accuracy, with Newcombe's interval of the difference and the
     exact McNemar test."""
     comparison = evaluation.compare(statement.condition, statement.to, unit="prompt")
+    # In points, as are all numbers of the cell.
     value = 100 * comparison["difference"]
     low = 100 * comparison["low"]
     high = 100 * comparison["high"]
@@ -205,7 +206,7 @@ def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
         f" {100 * comparison['detectable']:.1f} points"
     )
     word = word_of(statement, low, high)
-    return Cell(word, statement.unit, value, low, high, int(comparison["n"]), note=note)
+    return Cell(word, statement.unit, value, low, high, n=int(comparison["n"]), note=note)
 
 
 def word_of(statement: Statement, low: float, high: float) -> str:

@@ -147,20 +147,20 @@ def evenness_apart(result: Result, selection: ValueSelection) -> PerPrompt:
     for condition in (selection.condition, selection.to):
         received = selected(result, f"{selection.quantities[0]}_per_prompt", selection, condition)
         inserted = segment_mask(result, condition, "inserted")
-
         received_by_key = received.isel(layer=0).transpose("prompt", "head", "key").values
+        received_if_inserted = np.where(inserted[:, None], received_by_key, 0.0)
         # ``entropy`` divides each head's row by its sum, and takes 0 · log 0 as 0.
-        entropy = stats.entropy(np.where(inserted[:, None], received_by_key, 0.0), axis=2)
-        even_tokens = np.exp(entropy).mean(1)
-        evenness[condition] = even_tokens / inserted.sum(1)
+        entropy = stats.entropy(received_if_inserted, axis=2)
+        token_count = inserted.sum(1)
+        evenness[condition] = np.exp(entropy).mean(1) / token_count
     return evenness[selection.condition] - evenness[selection.to]
 
 
 def change_of_large(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of the share of large activations.
 
-    Activations are large from the smallest edge of the histogram on that at most a tenth of the
-    reference's activations reach, in absolute value and over all prompts.
+    Activations are large if their absolute value reaches the smallest edge of the histogram that at
+    most a tenth of the reference's activations reach, over all prompts.
     """
     values, reference = of_question(result, selection)
     mean_reference = reference.mean((0, 1))
@@ -175,7 +175,9 @@ def change_of_large(result: Result, selection: ValueSelection) -> PerPrompt:
         if mean_reference[is_large].sum() <= LARGE:
             large_share = values[..., is_large].sum(2)
             return log_ratio(large_share, reference[..., is_large].sum(2)).mean(1)
-    raise NotMeasurable("more than a tenth of the activations lie beyond the histogram's last bin")
+    raise NotMeasurable(
+        f"more than {LARGE:.0%} of the activations lie beyond the histogram's last edge"
+    )
 
 
 def classes_beside_other(result: Result, selection: ValueSelection) -> PerPrompt:
