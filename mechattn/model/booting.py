@@ -44,7 +44,6 @@ def hooked_checkpoint(
     from transformer_lens.utilities import get_device
 
     place = checkpoint.model_place(name)
-    is_toy = name.startswith(checkpoint.TOY_PREFIX)
     # The options that the loaders of configurations and tokenizers take too.
     hub_options = {"trust_remote_code": False}
     hub_options |= _named(options, ("revision", "trust_remote_code"))
@@ -56,16 +55,15 @@ def hooked_checkpoint(
 
     if dtype == "auto":
         is_on_cpu = torch.device(device or get_device()).type == "cpu"
+        # A toy is stored in float16 only to make its file small.
+        is_toy = name.startswith(checkpoint.TOY_PREFIX)
         stored_dtype = getattr(config, "dtype", None)
         dtype = torch.float32
-        # A toy is stored in float16 only to make its file small.
         if isinstance(stored_dtype, torch.dtype) and not is_toy and not is_on_cpu:
             dtype = stored_dtype
 
-    if tokenizer is None and is_toy:
-        tokenizer = checkpoint.load_tokenizer(name)
-    elif tokenizer is None:
-        tokenizer = checkpoint.tokenizer_of(place, **hub_options)
+    if tokenizer is None:
+        tokenizer = checkpoint.tokenizer_of(name, place, **hub_options)
 
     if not is_gguf(place) and not is_multimodal(config):
         return _boot(
@@ -76,13 +74,13 @@ def hooked_checkpoint(
     boot_options = {option: value for option, value in options.items() if option not in placing}
     if device is None and not placing:
         device = get_device()
-    if not is_gguf(place):
+    gguf = None
+    if is_gguf(place):
+        with transformers_restored():
+            hf_model = load_dequantised(place, config, dtype, **placing)
+        gguf = gguf_provenance(place)
+    else:
         hf_model = multimodal_model(place, config, dtype=dtype, **placing, **hub_options)
-        return hooked_object(hf_model, tokenizer, device=device, name=name, **boot_options)
-
-    with transformers_restored():
-        hf_model = load_dequantised(place, config, dtype, **placing)
-    gguf = gguf_provenance(place)
     return hooked_object(hf_model, tokenizer, device=device, name=name, gguf=gguf, **boot_options)
 
 
@@ -144,9 +142,9 @@ def examine(model: Any, facts: ModelFacts) -> None:
     """Add the twin of a newly hooked model to the facts, correct its known faults, and keep the
     facts on it."""
     keep_twin(model, facts)
-    fault = particulars_of(model).mend(model)
-    if fault is not None:
-        facts.mended = (fault,)
+    correction = particulars_of(model).mend(model)
+    if correction is not None:
+        facts.mended = (correction,)
     setattr(model, FACTS_NAME, facts)
 
 

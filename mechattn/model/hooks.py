@@ -99,12 +99,13 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
     if kinds is None:
         is_used = getattr(config, "use_sliding_window", True)
         return int(window) if window and is_used else None
-    if kinds[layer] in ("full_attention", "global"):
+    kind = kinds[layer]
+    if kind in ("full_attention", "global"):
         return None
-    if kinds[layer] in ("sliding_attention", "local") and window:
+    if kind in ("sliding_attention", "local") and window:
         return int(window)
     raise ModelError(
-        f"layer {layer} has {kinds[layer]!r}, and mechattn does not know which keys its queries see"
+        f"layer {layer} has {kind!r}, and mechattn does not know which keys its queries see"
     )
 
 

@@ -91,9 +91,10 @@ def load_model(
         OptionError: A dtype, device or GGUF file cannot be used, or an option cannot be applied to
             a model that already exists.
     """
+    check_choice((True, False, None), verify=verify)
     hooked = _as_hooked_model(model, tokenizer, dtype, device, gguf_file, **options)
     facts = known_facts(hooked)
-    if verify is False:
+    if verify is not None and not verify:
         _leave_unverified(hooked, facts)
         return hooked
     if verify:

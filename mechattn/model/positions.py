@@ -67,8 +67,11 @@ def boundary_of(model: Any) -> Boundary | None:
         ModelError: The layers have different boundaries.
     """
     config = config_of(model)
-    stated_boundaries = [_boundary(settings, config) for settings in _rope_settings(config)]
-    boundaries = {boundary for boundary in stated_boundaries if boundary is not None}
+    boundaries = set()
+    for settings in _rope_settings(config):
+        boundary = _boundary(settings, config)
+        if boundary is not None:
+            boundaries.add(boundary)
     if len(boundaries) > 1:
         lengths = sorted(boundary.at for boundary in boundaries)
         listed_lengths = ", ".join(f"{length:,}" for length in lengths)
@@ -132,7 +135,7 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> Rotations:
 
 
 def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The RoPE settings of all layers or of each kind of layer, under the new or the old name."""
+    """The RoPE settings of all layers and of each kind of layer, under the new and the old name."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = getattr(config, name, None)
         if isinstance(settings, Mapping):

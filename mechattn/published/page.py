@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -100,15 +100,12 @@ def write_comparison(
 
 def figure_sections(results: Sequence[Result]) -> list[PageSection]:
     """The figures of every model, each with what was published, in the order of ``CAPTIONS``."""
-    drawings_of_models = [_drawings(result) for result in results]
+    sections_of_models = [_model_sections(result) for result in results]
     sections = []
     for name, caption in CAPTIONS.items():
-        for result, drawings in zip(results, drawings_of_models, strict=True):
-            drawing = drawings[name]
-            section = drawn_section(drawing.figure, result, drawing.options)
-            title = f"{model_caption(result)}: {drawing.title}"
-            note = f"{caption} {CHOICE} {section.note}"
-            sections.append(replace(section, title=title, note=note))
+        for model_sections in sections_of_models:
+            section = model_sections[name]
+            sections.append(replace(section, note=f"{caption} {CHOICE} {section.note}"))
     return sections
 
 
@@ -122,37 +119,44 @@ def changing_heads(result: Result) -> list[int]:
     if units.n < FEWEST_TO_HALVE:
         return list(range(count))
     first_half, _ = units.halves()
-    layers_and_heads = choose_heads(result, 0, count, "slash", np.asarray(first_half), "difference")
+    layers_and_heads = choose_heads(
+        result, 0, count, "slash", prompts=np.asarray(first_half), by="difference"
+    )
     return [head for _, head in layers_and_heads]
 
 
-def _drawings(result: Result) -> dict[str, _Drawing]:
+def _model_sections(result: Result) -> dict[str, PageSection]:
     """The figures of a model, by their names in ``CAPTIONS``."""
     heads = changing_heads(result)
-    most_changed = heads[0]
+    head = heads[0]
     layers = result["received_attention"].layer.values.tolist()
+    listed_heads = ", ".join(map(str, heads))
+    listed_layers = ", ".join(map(str, layers))
+
+    def section(title: str, figure: Callable, **options: Any) -> PageSection:
+        drawn = drawn_section(figure, result, options)
+        return replace(drawn, title=f"{model_caption(result)}: {title}")
+
     return {
-        "heads": _Drawing(
-            f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”",
+        "heads": section(
+            f"layer 0, heads {listed_heads}, without and with “/”",
             received_attention,
-            {"layer": 0, "heads": heads, "condition": "slash"},
+            layer=0,
+            heads=heads,
+            condition="slash",
         ),
-        "sentence": _Drawing(
-            f"layer 0, head {most_changed}, “/” and a random sentence",
+        "sentence": section(
+            f"layer 0, head {head}, “/” and a random sentence",
             received_by_model,
-            {"layer": 0, "heads": most_changed, "conditions": ("slash", "sentence")},
+            layer=0,
+            heads=head,
+            conditions=("slash", "sentence"),
         ),
-        "layers": _Drawing(
-            f"head {most_changed} in layers {', '.join(map(str, layers))}",
+        "layers": section(
+            f"head {head} in layers {listed_layers}",
             received_attention,
-            {"layer": layers, "heads": [most_changed], "condition": "slash"},
+            layer=layers,
+            heads=[head],
+            condition="slash",
         ),
     }
-
-
-class _Drawing(NamedTuple):
-    """A figure of a model that is still to be drawn."""
-
-    title: str
-    figure: Callable
-    options: dict[str, Any]

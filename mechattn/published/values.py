@@ -204,11 +204,13 @@ def updates_at_first(result: Result, selection: ValueSelection) -> PerPrompt:
         raise NotMeasurable(f"the model has no layer {FROM_LAYER} or later")
     in_later_layers = selection.in_layers(layers)
 
-    values_by_query = []
-    for name in selection.quantities:
-        values = selected(result, f"{name}_per_prompt", in_later_layers, selection.condition)
-        values_by_query.append(values.isel(key=slice(1, None)))
-    target, size = values_by_query  # in the order in which the statement names them
+    # The statement names the strongest target of a query, then the size of its update.
+    target, size = [
+        selected(result, f"{name}_per_prompt", in_later_layers, selection.condition).isel(
+            key=slice(1, None)
+        )
+        for name in selection.quantities
+    ]
 
     is_first = target == 0
     at_first = size.where(is_first).mean(("head", "key"))
@@ -340,22 +342,24 @@ def both_curves(result: Result, selection: ValueSelection) -> list[tuple[np.ndar
         NotMeasurable: A prompt has too few tokens.
     """
     name = f"{selection.quantities[0]}_by_origin_per_prompt"
-    received = []
-    for condition in (selection.condition, selection.to):
-        values = selected(result, name, selection, condition).isel(layer=0)
-        received.append(values.transpose("prompt", "head", ...).values)
-    in_condition, in_reference = received
+    in_condition, in_reference = [
+        selected(result, name, selection, condition).isel(layer=0).transpose("prompt", "head", ...)
+        for condition in (selection.condition, selection.to)
+    ]
 
     origins = result["sequences"].origin.sel(condition=BASELINE).values
-    end = (origins >= 0).sum(1) - QUERIES_AFTER
-    has_queries = np.arange(origins.shape[1]) < end[:, None]
+    ends = (origins >= 0).sum(1) - QUERIES_AFTER
+    has_queries = np.arange(origins.shape[1]) < ends[:, None]
+    key_masks = has_queries & segment_mask(result, BASELINE, "question")
 
     curves = []
-    for prompt, is_key in enumerate(has_queries & segment_mask(result, BASELINE, "question")):
-        keys = np.flatnonzero(is_key)
+    for prompt, key_mask in enumerate(key_masks):
+        keys = np.flatnonzero(key_mask)
         if not len(keys):
             raise NotMeasurable(f"prompt {prompt} has too few tokens")
-        curves.append((in_condition[prompt][:, keys], in_reference[prompt][:, keys]))
+        curve = in_condition.values[prompt][:, keys]
+        reference = in_reference.values[prompt][:, keys]
+        curves.append((curve, reference))
     return curves
 
 

@@ -60,6 +60,7 @@ def test_page_markdown_and_json_say_the_same(compared):
     assert "captions of figures 15 and 18" in page
     rows = json.loads((out / "paper.json").read_text(encoding="utf-8"))["rows"]
     assert next(row for row in rows if row["word"] == NOT_MEASURABLE)["value"] is None
+    assert [row["unit"] for row in rows] == [each.unit for each in read_statements().statements]
 
 
 def test_the_same_call_measures_nothing_again(compared, monkeypatch):
@@ -94,7 +95,7 @@ def test_each_draw_has_weights_of_its_own(toy, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [
-        ([], {}, "give the name"),
+        (iter([]), {}, "give the name"),
         (3, {}, "give the name"),
         ("toy:llama", {"limit": 2}, "limit=2: give a whole number, at least 3"),
         ("toy:llama", {"new_tokens": 0}, "new_tokens=0"),

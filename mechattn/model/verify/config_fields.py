@@ -99,7 +99,7 @@ def unknown_fields(config: Any) -> dict[str, str]:
             is_off = value in values_off
         else:
             effect = "unknown effect on attention"
-            is_off = value is None or value is False or value in ("", [], {}, ())
+            is_off = value is False or value in (None, "", [], {}, ())
         if not is_off:
             texts[name] = f"{name} = {value!r} ({effect})"
 
