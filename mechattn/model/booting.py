@@ -45,8 +45,7 @@ def hooked_checkpoint(
 
     place = checkpoint.model_place(name)
     # The options that the loaders of configurations and tokenizers take too.
-    hub_options = {"trust_remote_code": False}
-    hub_options |= _named(options, ("revision", "trust_remote_code"))
+    hub_options = {"trust_remote_code": False} | _named(options, ("revision", "trust_remote_code"))
 
     config = checkpoint.config_of_place(place, **hub_options)
     checkpoint.check_weights_are_whole(place)

@@ -60,10 +60,9 @@ def toy_folder(name: str) -> Path:
     Raises:
         ModelError: There is no such toy. The message lists the toys.
     """
-    if name not in (*toy_names(), RELAY):
-        raise ModelError(
-            f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}"
-        )
+    toys = [*toy_names(), RELAY]
+    if name not in toys:
+        raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toys)}")
     return _TOYS / name.removeprefix(TOY_PREFIX)
 
 

@@ -227,7 +227,7 @@ def read_once() -> Iterator[None]:
 
 
 def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    """The transformers model of a GGUF file, with dequantised weights.
+    """The transformers model of a GGUF file, with dequantised weights. See ``as_plain``.
 
     Raises:
         ModelError: transformers cannot read the weights.
@@ -239,14 +239,13 @@ def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, **file_option, **options
         )
     except Exception as error:
         raise ModelError(
             f"transformers cannot read the weights of {place}: {reason(error)}"
         ) from error
-    return as_plain(model)
 
 
 def as_plain(model: Any) -> Any:

@@ -49,7 +49,7 @@ class Scores:
         if self.slopes is None:
             return torch.zeros(1, len(self.b_q), 1, key_count, device=device)
 
-        slopes = self.slopes[:, None]
+        slopes = self.slopes.to(device)[:, None]
         positions = torch.arange(key_count, device=device)
         if self.alibi_in_bfloat16:
             bias = (slopes.bfloat16() * positions.bfloat16()).float() * self.scale
@@ -151,9 +151,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
             )
         b_q, b_k = score_biases(model, layer)
         scale = score_scale(model, layer, b_q.shape[-1])
-        # Layers may be on different devices.
-        layer_slopes = None if slopes is None else slopes.to(b_q.device)
-        scores[layer] = Scores(b_q, b_k, scale, layer_slopes, alibi_in_bfloat16)
+        scores[layer] = Scores(b_q, b_k, scale, slopes, alibi_in_bfloat16)
 
     rounding = rounding_of(model, **ROUNDING)
     formula = "scale · q·k" if slopes is None else "scale · q·k + ALiBi"

@@ -194,9 +194,7 @@ def _sample(values: Float[Tensor, ...], most: int) -> bytes:
     if values.is_meta:
         return b"meta"
     flat = values.detach().reshape(-1)
-    if not len(flat):
-        return b""
-    step = math.ceil(len(flat) / most)
+    step = max(1, math.ceil(len(flat) / most))
     return flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 

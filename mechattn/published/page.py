@@ -69,7 +69,7 @@ CHOICE = (
 
 
 def write_comparison(
-    comparison: Comparison, results: Sequence[Result], path: Path, force: bool = False
+    comparison: Comparison, results: Sequence[Result], path: Path, force: bool
 ) -> Path:
     """Write the page of a comparison.
 

@@ -143,7 +143,9 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
             for field, nested_value in value.items():
                 if field not in general_fields:
                     yield f"{name}.{field}", nested_value
-        elif name in general_fields or not _ABOUT_ATTENTION.search(name):
-            continue
-        elif not _OF_OTHER_PARTS.search(name):
+        elif (
+            name not in general_fields
+            and _ABOUT_ATTENTION.search(name)
+            and not _OF_OTHER_PARTS.search(name)
+        ):
             yield name, value
