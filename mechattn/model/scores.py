@@ -85,7 +85,7 @@ class BlindScores:
     """The terms that a model adds to its scores regardless of content: ALiBi and learned sinks."""
 
     heads: int = 1  # how many a layer has
-    alibi: Scores | None = None  # how ALiBi adds to them; None without ALiBi
+    alibi: Scores | None = None  # those of the first layer, for its ALiBi; None without ALiBi
     # By layer, the score of each head's sink.
     sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)
 
@@ -95,9 +95,9 @@ class BlindScores:
             return None
         return self.alibi.alibi(key_count)[:, :, 0]
 
-    def uniform_sink(self, layer: int) -> Float[Tensor, " sink"] | None:
-        """The score 0, with which a sink gets as much attention as any key; None in a layer without
-        sinks."""
+    def uniform_sink(self, layer: int) -> Float[Tensor, " head"] | None:
+        """The score 0, with which the sink of a single head gets as much attention as any key; None
+        in a layer without sinks."""
         if layer not in self.sinks:
             return None
         return torch.zeros_like(self.sinks[layer][:1])
