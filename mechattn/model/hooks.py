@@ -287,7 +287,7 @@ def _computed_once(
     norm: Any, compute_twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
 ) -> Float[Tensor, "*batch channel"]:
     """The output of a norm's own module, or of ``compute_twice`` if a hook in the norm is used."""
-    for point in (norm.hook_scale, norm.hook_normalized):
-        if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
+    for hook_point in (norm.hook_scale, norm.hook_normalized):
+        if hook_point._forward_hooks or hook_point._forward_pre_hooks or hook_point._backward_hooks:
             return compute_twice(x)
     return norm.original_component(x).to(x.dtype)

@@ -209,11 +209,11 @@ def _tried_rotations(
     if all(attention.bias is not None for attention in attentions.values()):
         return Rotations(dict.fromkeys(layers, NO_ROTATION))
 
-    longest = model.cfg.n_ctx
+    position_count = model.cfg.n_ctx
     if boundary is not None:
-        longest = min(longest, boundary.at)
+        position_count = min(position_count, boundary.at)
     positions = torch.arange(_ROTATED_LENGTH, device=device_of(model))
-    shift = min(_LARGEST_SHIFT, longest - _ROTATED_LENGTH)
+    shift = min(_LARGEST_SHIFT, position_count - _ROTATED_LENGTH)
     position_ids = torch.stack([positions, positions + shift])
 
     try:
@@ -229,9 +229,9 @@ def _tried_rotations(
 
     for layer in layers:
         errors = [_error(rotation, attentions[layer], position_ids) for rotation in candidates]
-        best = int(np.argmin(errors))
-        if errors[best] <= rounding_of(model, **_ROUNDING):
-            rotations[layer] = candidates[best]
+        best_index = int(np.argmin(errors))
+        if errors[best_index] <= rounding_of(model, **_ROUNDING):
+            rotations[layer] = candidates[best_index]
 
     # This is also what a model that ignores position ids looks like.
     if all(rotation is NO_ROTATION for rotation in rotations.values()):

@@ -125,8 +125,8 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     gamma = unbiased_signs / centred_signs * (variance + eps) ** 0.5
 
     frozen = FrozenNorm(gamma, centres, eps)
-    expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
-    error = float((output - expected).norm())
+    expected_output = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
+    error = float((output - expected_output).norm())
     if not error < rounding_of(model, **_NORM_ROUNDING) * float(output.norm()):  # also refuses NaN
         raise ModelError(
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the"
@@ -219,8 +219,8 @@ def _logit_cap(model: HookedModel) -> float | None:
         cap = getattr(model.cfg, "output_logits_soft_cap", None)
     else:
         cap = getattr(config, "final_logit_softcapping", None)
-    if not cap or cap < 0:
-        return None  # 0 and -1 stand for no cap
+    if not cap or cap < 0:  # 0 and -1 stand for no cap
+        return None
     return float(cap)
 
 
@@ -238,19 +238,20 @@ def _check_logits(model: HookedModel, to_logits: Unembedding) -> None:
     last_hook = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = few_tokens(model, _TRIED_TOKENS)
     all_logits, values = logits_and_values(model, tokens, [last_hook])
-    logits = to_logits.uncapped(in_working_dtype(all_logits[0]).to(tokens.device))
+    capped_logits = in_working_dtype(all_logits[0]).to(tokens.device)
+    logits = to_logits.uncapped(capped_logits)
     centred_logits = logits - logits.mean(-1, keepdim=True)
-    expected = centred_logits[:, tokens[0]]
+    expected_logits = centred_logits[:, tokens[0]]
 
     stream = in_working_dtype(values[last_hook]).to(tokens.device)
     directions = to_logits.direction(tokens)[0]
     sigma = to_logits.norm.scale(stream)[0]
-    computed = (directions @ stream[0].T / sigma).T
+    computed_logits = (directions @ stream[0].T / sigma).T
 
     # b_U adds the same number to a token's logit at every position, so it is left out.
-    difference = computed - expected
+    difference = computed_logits - expected_logits
     error = (difference - difference.mean(0)).norm()
-    size = (expected - expected.mean(0)).norm()
+    size = (expected_logits - expected_logits.mean(0)).norm()
     rounding = rounding_of(model, **_LOGIT_ROUNDING)
     if not float(error) <= rounding * float(size):  # also refuses NaN
         raise ModelError(

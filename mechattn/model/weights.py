@@ -178,11 +178,12 @@ def refuse_changes(model: HookedModel, verified_state: State, current_state: Sta
     """
     for kind, sentence in _CHANGES.items():
         for name in {**verified_state[kind], **current_state[kind]}:
-            verified = verified_state[kind].get(name)
-            current = current_state[kind].get(name)
-            if verified != current:
-                plain_name = WRAPPED.sub("", name)
-                change = sentence.format(name=plain_name, verified=verified, current=current)
+            verified_value = verified_state[kind].get(name)
+            current_value = current_state[kind].get(name)
+            if verified_value != current_value:
+                change = sentence.format(
+                    name=WRAPPED.sub("", name), verified=verified_value, current=current_value
+                )
                 raise ModelError(
                     f"{model.cfg.model_name} was changed after it was verified: {change}"
                 )

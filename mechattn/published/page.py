@@ -133,26 +133,26 @@ def _model_sections(result: Result) -> dict[str, PageSection]:
     listed_heads = ", ".join(map(str, heads))
     listed_layers = ", ".join(map(str, layers))
 
-    def section(title: str, figure: Callable, **options: Any) -> PageSection:
-        drawn = drawn_section(figure, result, options)
-        return replace(drawn, title=f"{model_caption(result)}: {title}")
+    def titled_section(title: str, figure: Callable, **options: Any) -> PageSection:
+        section = drawn_section(figure, result, options)
+        return replace(section, title=f"{model_caption(result)}: {title}")
 
     return {
-        "heads": section(
+        "heads": titled_section(
             f"layer 0, heads {listed_heads}, without and with “/”",
             received_attention,
             layer=0,
             heads=heads,
             condition="slash",
         ),
-        "sentence": section(
+        "sentence": titled_section(
             f"layer 0, head {head}, “/” and a random sentence",
             received_by_model,
             layer=0,
             heads=head,
             conditions=("slash", "sentence"),
         ),
-        "layers": section(
+        "layers": titled_section(
             f"head {head} in layers {listed_layers}",
             received_attention,
             layer=layers,

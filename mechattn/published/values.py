@@ -70,9 +70,9 @@ def layers_falling(result: Result, selection: ValueSelection) -> PerPrompt:
 
 def inserted_beside_question(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of what an inserted token receives to what a token of the question receives."""
-    inserted = of_segment(result, selection, selection.condition, "inserted")
-    question = of_segment(result, selection, selection.condition, "question")
-    return log_ratio(inserted, question).mean(1)
+    received_by_inserted = of_segment(result, selection, selection.condition, "inserted")
+    received_by_question = of_segment(result, selection, selection.condition, "question")
+    return log_ratio(received_by_inserted, received_by_question).mean(1)
 
 
 def level(result: Result, selection: ValueSelection) -> PerPrompt:
@@ -146,12 +146,12 @@ def evenness_apart(result: Result, selection: ValueSelection) -> PerPrompt:
     evenness = {}
     for condition in (selection.condition, selection.to):
         received = selected(result, f"{selection.quantities[0]}_per_prompt", selection, condition)
-        inserted = segment_mask(result, condition, "inserted")
+        is_inserted = segment_mask(result, condition, "inserted")
         received_by_key = received.isel(layer=0).transpose("prompt", "head", "key").values
-        received_if_inserted = np.where(inserted[:, None], received_by_key, 0.0)
+        received_if_inserted = np.where(is_inserted[:, None], received_by_key, 0.0)
         # ``entropy`` divides each head's row by its sum, and takes 0 · log 0 as 0.
         entropy = stats.entropy(received_if_inserted, axis=2)
-        token_count = inserted.sum(1)
+        token_count = is_inserted.sum(1)
         evenness[condition] = np.exp(entropy).mean(1) / token_count
     return evenness[selection.condition] - evenness[selection.to]
 
@@ -198,8 +198,8 @@ def updates_at_first(result: Result, selection: ValueSelection) -> PerPrompt:
     Both are means over all heads and all queries but the first, which sees only itself. The value
     is the mean over layers from 4 on.
     """
-    measured = layers_of(result, selection.quantities[0])
-    layers = [layer for layer in measured if layer >= FROM_LAYER]
+    measured_layers = layers_of(result, selection.quantities[0])
+    layers = [layer for layer in measured_layers if layer >= FROM_LAYER]
     if not layers:
         raise NotMeasurable(f"the model has no layer {FROM_LAYER} or later")
     in_later_layers = selection.in_layers(layers)
@@ -386,5 +386,5 @@ def _distances_from_mean(curves: Sequence[np.ndarray]) -> PerPrompt:
     """The mean distance of each prompt's curve [head, key] from the mean curve of all prompts."""
     # Questions differ in length, and a mean over prompts needs the same positions of each.
     shortest = min(curve.shape[1] for curve in curves)
-    aligned = np.stack([curve[:, :shortest] for curve in curves])
-    return abs(aligned - aligned.mean(0)).mean((1, 2))
+    aligned_curves = np.stack([curve[:, :shortest] for curve in curves])
+    return abs(aligned_curves - aligned_curves.mean(0)).mean((1, 2))
