@@ -92,7 +92,9 @@ def load_model(
             a model that already exists.
     """
     check_choice((True, False, None), verify=verify)
-    hooked = _as_hooked_model(model, tokenizer, dtype, device, gguf_file, **options)
+    hooked = _as_hooked_model(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, gguf_file=gguf_file, **options
+    )
     facts = known_facts(hooked)
     if verify is not None and not verify:
         _leave_unverified(hooked, facts)

@@ -23,7 +23,7 @@ _ABOUT_ATTENTION = re.compile(
 # Anchored, so that a field such as attention_sink_tokens is not taken for one of the vocabulary.
 _OF_OTHER_PARTS = re.compile(
     r"^(mamba|time_step|linear|moe|router|image|vision|audio|lm_head)_|^n_mamba_heads$"
-    r"|^(mtp_)?mlp_|^(n_|num_)?(local|shared|routed)_expert|sinkhorn|^altup_|_lm_head$"
+    r"|^(mtp_)?mlp_|^(n_|num_)?((local|shared|routed)_)?expert|sinkhorn|^altup_|_lm_head$"
     r"|_token_(id|index)$"
 )
 # The fields that need no check, under the reason why.
@@ -113,8 +113,11 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
     """
     config = config_of(model) or getattr(native, "config", None)
     if config is None:
-        reason = f"a {type(model).__name__} has no configuration of transformers"
-        return Check("config", "not checked", detail=reason)
+        return Check(
+            "config",
+            "not checked",
+            detail=f"a {type(model).__name__} has no configuration of transformers",
+        )
 
     count = len(dict(_fields(config)))
     detail = f"fields unknown to mechattn, of {count} about attention"
