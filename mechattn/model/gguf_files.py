@@ -159,8 +159,9 @@ def gguf_provenance(path: str) -> dict[str, Any]:
     bits = set()
     for type_name, count in weight_counts.items():
         number = re.search(r"\d+", type_name)  # as in "Q4_K", "IQ2_XXS" and "MXFP4"
-        is_quantised = number is not None and type_name not in _NOT_QUANTISED
-        if is_quantised and count > _NEGLIGIBLE * weight_counts.total():
+        if number is None or type_name in _NOT_QUANTISED:
+            continue
+        if count > _NEGLIGIBLE * weight_counts.total():
             bits.add(int(number[0]))
 
     return {
