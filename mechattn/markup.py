@@ -44,16 +44,16 @@ def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str
     return f"<table>{''.join(parts)}</table>"
 
 
-def tokens(texts: Sequence[tuple[str, str]], caption: str = "") -> str:
+def tokens(texts_and_segments: Sequence[tuple[str, str]], caption: str = "") -> str:
     """HTML of tokens on the background colours of their segments, with a legend.
 
     Args:
-        texts: The text and the segment of each token.
+        texts_and_segments: The text and the segment of each token.
         caption: The text before the legend.
     """
-    segments = {segment for _, segment in texts}
+    segments = {segment for _, segment in texts_and_segments}
     legend = " ".join(_token(name, name) for name in _BACKGROUNDS if name in segments)
-    spans = "".join(_token(visible(text), segment) for text, segment in texts)
+    spans = "".join(_token(visible(text), segment) for text, segment in texts_and_segments)
     style = "font-family:monospace;line-height:1.9;overflow-wrap:anywhere"
     return f'<p>{html.escape(caption)} {legend}</p><p style="{style}">{spans}</p>'
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import reprlib
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -67,66 +68,6 @@ class AnalysisSection(OpenSection):
     """An analysis: its kind and its options."""
 
     kind: str = "ReceivedAttention"
-
-
-def toml_values(path: str | Path, what: str = "config file") -> dict[str, Any]:
-    """Read a TOML file without checking its contents.
-
-    Args:
-        path: The file.
-        what: What messages call it.
-
-    Raises:
-        OptionError: There is no such file, or it is too large, unreadable or not TOML.
-    """
-    if not os.path.isfile(path):  # unlike Path.is_file, it raises no error for a name too long
-        raise OptionError(f"there is no {what} at {path}")
-    if os.path.getsize(path) > _LARGEST_FILE:
-        raise OptionError(
-            f"{path} is larger than {_LARGEST_FILE // 2**20} MiB, so it is not a {what}"
-        )
-    try:
-        # utf-8-sig: some editors begin a file with a byte order mark, which is not TOML.
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from None
-    except RecursionError:
-        raise OptionError(f"{path} is nested too deeply") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number with thousands of digits
-        raise OptionError(f"{path} is not TOML: {error}") from None
-
-
-def no_such_key(name: str, known: Collection[str]) -> str:
-    """The message for an unknown key, with the known keys and the one that may be meant."""
-    return f"there is no such key here{_did_you_mean(name, known)}; the keys are {', '.join(known)}"
-
-
-def check_known(where: str, name: str, known: Collection[str]) -> None:
-    """Check that a name is known. ``where`` is the key in the file that has it as its value.
-
-    Raises:
-        OptionError: The name is not known; the message lists those that are.
-    """
-    if name not in known:
-        question = _did_you_mean(name, known)
-        raise OptionError(f"{where} = {name!r}: choose one of {', '.join(known)}{question}")
-
-
-def validation_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
-    """Word pydantic's errors for the user.
-
-    Args:
-        error: The errors.
-        root: The class of the section that was read.
-        where: The beginning of every sentence; the keys within the section follow.
-    """
-    sentences = []
-    for problem in error.errors():
-        keys = [str(key) for key in problem["loc"]]
-        if keys and problem["type"] != "extra_forbidden" and _TYPE_AFTER_KEYS.fullmatch(keys[-1]):
-            keys.pop()
-        sentences.append(f"{where}{'.'.join(keys)}: {_problem_words(problem, root)}")
-    return "; ".join(sentences)
 
 
 class PromptsSection(Section):
@@ -229,14 +170,11 @@ def read_sections(path: str | Path) -> Config:
     Raises:
         OptionError: The file cannot be read, or a key or value in it is refused.
     """
-    try:
-        return config_from_values(toml_values(path), f"{path}: ")
-    except RecursionError:
-        raise OptionError(f"{path} is nested too deeply") from None
+    return config_from_values(toml_values(path), f"{path}: ")
 
 
 def config_from_values(values: dict[str, Any], where: str = "") -> Config:
-    """The config with these values. ``where`` is the beginning of every message.
+    """The config with these values. ``where`` is the beginning of the message.
 
     Raises:
         OptionError: A key or value is refused.
@@ -248,6 +186,66 @@ def config_from_values(values: dict[str, Any], where: str = "") -> Config:
     if not config.models:
         raise OptionError(f"{where}model = [] is empty; give at least one model")
     return config
+
+
+def toml_values(path: str | Path, what: str = "config file") -> dict[str, Any]:
+    """Read a TOML file without checking its contents.
+
+    Args:
+        path: The file.
+        what: What messages call it.
+
+    Raises:
+        OptionError: There is no such file, or it is too large, unreadable or not TOML.
+    """
+    if not os.path.isfile(path):  # unlike Path.is_file, it raises no error for a name too long
+        raise OptionError(f"there is no {what} at {path}")
+    if os.path.getsize(path) > _LARGEST_FILE:
+        raise OptionError(
+            f"{path} is larger than {_LARGEST_FILE // 2**20} MiB, so it is not a {what}"
+        )
+    try:
+        # utf-8-sig: some editors begin a file with a byte order mark, which is not TOML.
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number with thousands of digits
+        raise OptionError(f"{path} is not TOML: {error}") from None
+
+
+def validation_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
+    """Word pydantic's errors for the user.
+
+    Args:
+        error: The errors.
+        root: The class of the section that was read.
+        where: The beginning of every sentence; the keys within the section follow.
+    """
+    sentences = []
+    for problem in error.errors():
+        keys = [str(key) for key in problem["loc"]]
+        if keys and problem["type"] != "extra_forbidden" and _TYPE_AFTER_KEYS.fullmatch(keys[-1]):
+            keys.pop()
+        sentences.append(f"{where}{'.'.join(keys)}: {_problem_words(problem, root)}")
+    return "; ".join(sentences)
+
+
+def no_such_key(name: str, known: Collection[str]) -> str:
+    """The message for an unknown key, with the known keys and the one that may be meant."""
+    return f"there is no such key here{_did_you_mean(name, known)}; the keys are {', '.join(known)}"
+
+
+def check_known(where: str, name: str, known: Collection[str]) -> None:
+    """Check that a name is known. ``where`` is the key in the file that has it as its value.
+
+    Raises:
+        OptionError: The name is not known; the message lists those that are.
+    """
+    if name not in known:
+        question = _did_you_mean(name, known)
+        raise OptionError(f"{where} = {name!r}: choose one of {', '.join(known)}{question}")
 
 
 def _did_you_mean(word: str, known: Collection[str]) -> str:
@@ -270,7 +268,9 @@ def _problem_words(problem: Any, root: Any) -> str:
         return "is missing"
     if problem["type"] == "value_error":
         return str(problem["msg"]).removeprefix("Value error, ")
-    value = str(problem["input"])
+    value = problem["input"]
+    if not isinstance(value, str):
+        value = reprlib.repr(value)  # unlike str, it does not follow a value of any depth
     return f"{problem['msg']}, not {value[:_LONGEST_VALUE]!r}"
 
 

@@ -18,15 +18,21 @@ from mechattn.functional.scores import alibi_slopes
 from mechattn.model.hooked import config_of, original_of
 
 
+def _press_slopes(config: Any, cfg: Any) -> Float[Tensor, " head"] | None:
+    """The ALiBi slopes of Press et al.; None for a model in which TransformerLens sees no ALiBi."""
+    if cfg.positional_embedding_type != "alibi":
+        return None
+    return alibi_slopes(cfg.n_heads)
+
+
 @dataclass(frozen=True)
 class Particulars:
     """What an architecture does that others don't. The defaults are those of most architectures."""
 
     # From the configuration, the layer and 1 / √d_head to the factor of q·k.
     score_scale: Callable[[Any, int, float], float] = lambda config, layer, default: default
-    # From the configuration and the number of heads to the ALiBi slopes. By default they are those
-    # of Press et al., if TransformerLens reports ALiBi.
-    slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
+    # From the configuration and TransformerLens's cfg to the ALiBi slopes; to None without ALiBi.
+    slopes: Callable[[Any, Any], Float[Tensor, " head"] | None] = _press_slopes
     # Whether slopes, positions and their products are rounded to bfloat16, and scaled like q·k.
     alibi_in_bfloat16: bool = False
     # The configuration's field for the kind of each layer; None if all layers with attention are of
@@ -70,11 +76,11 @@ def _mpt_scale(config: Any, layer: int, default: float) -> float:
     return config.attn_config.softmax_scale or default
 
 
-def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
+def _mpt_slopes(config: Any, cfg: Any) -> Float[Tensor, " head"] | None:
     """MPT's ALiBi slopes; None for a model without ALiBi."""
     if not config.attn_config.alibi:
         return None
-    return alibi_slopes(heads, float(config.attn_config.alibi_bias_max))
+    return alibi_slopes(cfg.n_heads, float(config.attn_config.alibi_bias_max))
 
 
 def _rotate_in_dtype_of_weights(model: Any) -> str | None:
@@ -83,14 +89,14 @@ def _rotate_in_dtype_of_weights(model: Any) -> str | None:
         return None
 
     def cast(module: Any, args: Any, rotated: Tensor) -> Tensor:
-        # The dtype is read at each call, because the user may convert an unverified model.
+        # Read at each call, because the user may convert the model if it is not verified.
         return rotated.to(next(model.parameters()).dtype)
 
     for block in model.blocks:
         for name in ("hook_rot_q", "hook_rot_k"):
-            point = getattr(block.attn, name, None)
-            if point is not None:
-                point.register_forward_hook(cast)
+            hook_point = getattr(block.attn, name, None)
+            if hook_point is not None:
+                hook_point.register_forward_hook(cast)
     return (
         "rotated queries and keys have the dtype of the weights, as in the model itself:"
         " TransformerLens leaves them in float32, like OLMo's cosines"
@@ -188,9 +194,12 @@ def _with_larger_queries(
 def _without_second_alibi(reconstruct: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Attention without the argument ``alibi`` if the mask already contains it.
 
-    Without ALiBi no entry of a mask is positive; with it, those of later keys are.
+    Without ALiBi no entry of a mask is positive. With it, those of later keys are, and the last
+    query sees them.
     """
     mask = kwargs.get("attention_mask")
-    if mask is not None and mask.is_floating_point() and bool((mask[..., -1, :] > 0).any()):
-        kwargs["alibi"] = None
+    if mask is not None and mask.is_floating_point():
+        last_query = mask[..., -1, :]
+        if (last_query > 0).any():
+            kwargs["alibi"] = None
     return reconstruct(*args, **kwargs)

@@ -44,10 +44,8 @@ def hooked_checkpoint(
     from transformer_lens.utilities import get_device
 
     place = checkpoint.model_place(name)
-    is_toy = name.startswith(checkpoint.TOY_PREFIX)
     # The options that the loaders of configurations and tokenizers take too.
-    hub_options = {"trust_remote_code": False}
-    hub_options |= _named(options, ("revision", "trust_remote_code"))
+    hub_options = {"trust_remote_code": False} | _named(options, ("revision", "trust_remote_code"))
 
     config = checkpoint.config_of_place(place, **hub_options)
     checkpoint.check_weights_are_whole(place)
@@ -55,17 +53,16 @@ def hooked_checkpoint(
     refuse_other_kinds(architectures[0], config)
 
     if dtype == "auto":
-        on_cpu = torch.device(device or get_device()).type == "cpu"
+        is_on_cpu = torch.device(device or get_device()).type == "cpu"
+        # A toy is stored in float16 only to make its file small.
+        is_toy = name.startswith(checkpoint.TOY_PREFIX)
         stored_dtype = getattr(config, "dtype", None)
         dtype = torch.float32
-        # A toy is stored in float16 only to make its file small.
-        if isinstance(stored_dtype, torch.dtype) and not (is_toy or on_cpu):
+        if isinstance(stored_dtype, torch.dtype) and not is_toy and not is_on_cpu:
             dtype = stored_dtype
 
-    if tokenizer is None and is_toy:
-        tokenizer = checkpoint.load_tokenizer(name)
-    elif tokenizer is None:
-        tokenizer = checkpoint.tokenizer_of(place, **hub_options)
+    if tokenizer is None:
+        tokenizer = checkpoint.tokenizer_of(name, place, **hub_options)
 
     if not is_gguf(place) and not is_multimodal(config):
         return _boot(
@@ -76,14 +73,14 @@ def hooked_checkpoint(
     boot_options = {option: value for option, value in options.items() if option not in placing}
     if device is None and not placing:
         device = get_device()
-    if not is_gguf(place):
+    gguf = None
+    if is_gguf(place):
+        with transformers_restored():
+            hf_model = load_dequantised(place, config, dtype, **placing)
+        gguf = gguf_provenance(place)
+    else:
         hf_model = multimodal_model(place, config, dtype=dtype, **placing, **hub_options)
-        return hooked_object(hf_model, tokenizer, None, device, name, **boot_options)
-
-    with transformers_restored():
-        hf_model = load_dequantised(place, config, dtype, **placing)
-    gguf = gguf_provenance(place)
-    return hooked_object(hf_model, tokenizer, None, device, name, gguf, **boot_options)
+    return hooked_object(hf_model, tokenizer, device=device, name=name, gguf=gguf, **boot_options)
 
 
 def hooked_object(
@@ -144,9 +141,9 @@ def examine(model: Any, facts: ModelFacts) -> None:
     """Add the twin of a newly hooked model to the facts, correct its known faults, and keep the
     facts on it."""
     keep_twin(model, facts)
-    fault = particulars_of(model).mend(model)
-    if fault is not None:
-        facts.mended = (fault,)
+    correction = particulars_of(model).mend(model)
+    if correction is not None:
+        facts.mended = (correction,)
     setattr(model, FACTS_NAME, facts)
 
 
@@ -156,7 +153,8 @@ def transformers_restored() -> Iterator[None]:
     afterwards it is as before, with its own attention functions.
 
     Booting replaces these functions (TransformerLens issue 1795). To load a processor of images,
-    TransformerLens would run pip if torchvision is not installed.
+    TransformerLens would install torchvision with pip if it is absent (``_ensure_torchvision`` in
+    its ``model_bridge/sources/transformers/helpers.py``).
     """
     import transformers
     from transformers.utils import logging
@@ -209,9 +207,10 @@ def _boot(
         with transformers_restored():
             # TransformerLens changes the tokenizer that it is given, and looks for one if it is
             # given none. So it gets a copy, or for a model without a tokenizer a stand-in.
-            boot_tokenizer = copy.deepcopy(tokenizer)
             if tokenizer is None:
                 boot_tokenizer = checkpoint.lettered_tokenizer(1)
+            else:
+                boot_tokenizer = copy.deepcopy(tokenizer)
             bridge = TransformerBridge.boot_transformers(name, tokenizer=boot_tokenizer, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:

@@ -60,10 +60,9 @@ def toy_folder(name: str) -> Path:
     Raises:
         ModelError: There is no such toy. The message lists the toys.
     """
-    if name not in (*toy_names(), RELAY):
-        raise ModelError(
-            f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}"
-        )
+    toys = [*toy_names(), RELAY]
+    if name not in toys:
+        raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toys)}")
     return _TOYS / name.removeprefix(TOY_PREFIX)
 
 
@@ -138,26 +137,31 @@ def tokenizer_named(name: str) -> Any:
     Raises:
         ModelError: There is no such model, or it has no tokenizer that can be loaded.
     """
-    if name.startswith(TOY_PREFIX):
-        return load_tokenizer(name)
     place = model_place(name)
     with asked_once(place), as_trusted(None):
-        tokenizer = tokenizer_of(place, trust_remote_code=False)
+        tokenizer = tokenizer_of(name, place, trust_remote_code=False)
     if tokenizer is None:
         raise ModelError(f"{name} has no tokenizer; save one there with save_pretrained")
     return tokenizer
 
 
-def tokenizer_of(place: str, **hub_options: Any) -> Any:
-    """The tokenizer of a checkpoint; None for a directory without one.
+def tokenizer_of(name: str, place: str, **hub_options: Any) -> Any:
+    """The tokenizer of a toy or a checkpoint; None for a directory without one.
 
     For such a directory transformers alone would make an empty tokenizer.
+
+    Args:
+        name: The name of the model.
+        place: Its place, as ``model_place`` gives it.
+        **hub_options: Options of ``AutoTokenizer.from_pretrained``.
 
     Raises:
         ModelError: It cannot be loaded, or it needs code that the user has not allowed.
     """
     from transformers import AutoTokenizer
 
+    if name.startswith(TOY_PREFIX):
+        return load_tokenizer(name)
     if os.path.isdir(place):
         files = [path for pattern in _TOKENIZER_FILES for path in Path(place).glob(pattern)]
         if not files:

@@ -29,7 +29,7 @@ from mechattn.hub_access import asked_once, may_be_on_hub
 
 SUFFIX = ".gguf"
 _PART_OF_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_NEGLIGIBLE = 0.01  # a type with at most this share of the weights is not named in captions
+_NEGLIGIBLE = 0.01  # the bits of a type with at most this share of the weights are left out
 _NOT_QUANTISED = ("F64", "F32", "F16", "BF16")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Before the items of an array come their type and their number; before a text comes its length.
@@ -152,20 +152,22 @@ def gguf_provenance(path: str) -> dict[str, Any]:
         out of the bits.
     """
     reader = read_gguf(path)
-    types: Counter[str] = Counter()
+    weight_counts: Counter[str] = Counter()  # by type
     for tensor in reader.tensors:
-        types[tensor.tensor_type.name] += int(tensor.n_elements)
+        weight_counts[tensor.tensor_type.name] += int(tensor.n_elements)
 
     bits = set()
-    for name, count in types.items():
-        digits = re.search(r"\d+", name)  # as in "Q4_K", "IQ2_XXS" and "MXFP4"
-        if digits and name not in _NOT_QUANTISED and count > _NEGLIGIBLE * types.total():
-            bits.add(int(digits[0]))
+    for type_name, count in weight_counts.items():
+        number = re.search(r"\d+", type_name)  # as in "Q4_K", "IQ2_XXS" and "MXFP4"
+        if number is None or type_name in _NOT_QUANTISED:
+            continue
+        if count > _NEGLIGIBLE * weight_counts.total():
+            bits.add(int(number[0]))
 
     return {
         "file": os.path.basename(path),
         "sha256": hashlib.sha256(reader.data).hexdigest(),  # the whole file, mapped to memory
-        "types": dict(types),
+        "types": dict(weight_counts),
         "quantised_bits": sorted(bits),
     }
 
@@ -226,7 +228,7 @@ def read_once() -> Iterator[None]:
 
 
 def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    """The transformers model of a GGUF file, with dequantised weights.
+    """The transformers model of a GGUF file, with dequantised weights. See ``as_plain``.
 
     Raises:
         ModelError: transformers cannot read the weights.
@@ -238,14 +240,13 @@ def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, **file_option, **options
         )
     except Exception as error:
         raise ModelError(
             f"transformers cannot read the weights of {place}: {reason(error)}"
         ) from error
-    return as_plain(model)
 
 
 def as_plain(model: Any) -> Any:
@@ -298,22 +299,22 @@ def _parsed(path: str, size: int, modified_at: int) -> Any:
             start = int(offset)
             type_number, count = _ARRAY_HEADER.unpack_from(memory, start)
             item_type = GGUFValueType(type_number)
-            end = start + _ARRAY_HEADER.size
+            position = start + _ARRAY_HEADER.size
             items = []
             if item_type == GGUFValueType.STRING:
                 for _ in range(count):
-                    (length,) = _TEXT_HEADER.unpack_from(memory, end)
-                    text_start = end + _TEXT_HEADER.size
-                    end = text_start + length
-                    items.append(memory[text_start:end])
+                    (length,) = _TEXT_HEADER.unpack_from(memory, position)
+                    text_start = position + _TEXT_HEADER.size
+                    position = text_start + length
+                    items.append(memory[text_start:position])
             elif item_type in self.gguf_scalar_to_np:
-                values = self._get(end, self.gguf_scalar_to_np[item_type], count)
-                end += values.nbytes
-                items = list(np.asarray(values).reshape(-1, 1))
+                numbers = self._get(position, self.gguf_scalar_to_np[item_type], count)
+                position += numbers.nbytes
+                items = list(np.asarray(numbers).reshape(-1, 1))
             else:
                 return parts_of_base(offset, value_type)
 
-            types = [GGUFValueType.ARRAY, item_type]
-            return end - start, items, list(range(len(items))), types
+            item_indices = list(range(len(items)))
+            return position - start, items, item_indices, [GGUFValueType.ARRAY, item_type]
 
     return QuickReader(path)

@@ -198,13 +198,12 @@ def _text_model(model: Any, text_class: Any) -> Any:
     weights["lm_head.weight"] = model.get_output_embeddings().weight
     text_model.load_state_dict(weights, strict=False, assign=True)
     text_model.tie_weights()
-    # The parameters that got no weights.
-    absent = [name for name, parameter in text_model.named_parameters() if parameter.is_meta]
-    if absent:
-        raise ModelError(
-            f"{type(model).__name__} is multimodal, and its text model by itself "
-            f"({text_class.__name__}) lacks the parameter {absent[0]}"
-        )
+    for name, parameter in text_model.named_parameters():
+        if parameter.is_meta:  # it got no weights
+            raise ModelError(
+                f"{type(model).__name__} is multimodal, and its text model by itself "
+                f"({text_class.__name__}) lacks the parameter {name}"
+            )
 
     text_model.generation_config = model.generation_config
     return text_model.to(model.device)

@@ -60,7 +60,8 @@ def norms_of_output(model: HookedModel, layer: int) -> dict[str, nn.Module]:
     width = model.cfg.n_heads * model.cfg.d_head
     norms = {}
     for name, child in module.named_children():
-        if name.startswith(("q", "k", "v")):  # it acts on queries, keys or values
+        # As in q_norm or k_layernorm: a norm of queries, keys or values.
+        if name.startswith(("q", "k", "v")):
             continue
         norm = unwrapped(child)
         weight = getattr(norm, "weight", None)
@@ -122,19 +123,21 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
         raise ModelError(
             f"{name}: {quantisation_fault or limit}; so heads have no separate updates"
         )
-    norm = next(iter(norms_of_output(model, layer)), None)
-    if norm is not None:
+    norm_names = list(norms_of_output(model, layer))
+    if norm_names:
         raise ModelError(
-            f"{name} norms all heads together before W_O ({norm}, layer {layer}), so each head's"
-            " update depends on all others: heads have no separate updates"
+            f"{name} norms all heads together before W_O ({norm_names[0]}, layer {layer}), so each"
+            " head's update depends on all others: heads have no separate updates"
         )
 
     try:
         w_o = output_projection(model, layer)
-    except Exception as error:  # TransformerLens raises several classes if it cannot find W_O
+    # TransformerLens raises NotImplementedError for quantised weights, and other classes if the
+    # layer has no W_O or its shape does not fit the heads.
+    except Exception as error:
         raise ModelError(
             f"layer {layer} of {name} has no W_O by head ({quantisation_fault or error})"
-        ) from None
+        ) from error
 
     is_by_head = w_o.ndim == 3 and len(w_o) == model.cfg.n_heads
     if not is_by_head or not w_o.is_floating_point():

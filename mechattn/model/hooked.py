@@ -150,11 +150,13 @@ class ModelFacts:
     streaming: Check | None = None
     fused: Check | None = None
     weights_hash: str | None = None  # the last one
-    hashed_versions: object = None  # of the weights, compared before that hash is used again
+    # The versions of the weights at that hash, which is used again if they are the same.
+    hashed_versions: object = None
     # The model's state when it passed its last verification; None if it was never verified or its
     # last verification failed.
     state: State | None = None
-    rotations: dict[Any, Rotations] = field(default_factory=dict)  # by layers and frequencies
+    # By the layers and the frequencies.
+    rotations: dict[Any, Rotations] = field(default_factory=dict)
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
     @property

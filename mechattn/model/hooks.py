@@ -99,12 +99,13 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
     if kinds is None:
         is_used = getattr(config, "use_sliding_window", True)
         return int(window) if window and is_used else None
-    if kinds[layer] in ("full_attention", "global"):
+    kind = kinds[layer]
+    if kind in ("full_attention", "global"):
         return None
-    if kinds[layer] in ("sliding_attention", "local") and window:
+    if kind in ("sliding_attention", "local") and window:
         return int(window)
     raise ModelError(
-        f"layer {layer} has {kinds[layer]!r}, and mechattn does not know which keys its queries see"
+        f"layer {layer} has {kind!r}, and mechattn does not know which keys its queries see"
     )
 
 
@@ -141,13 +142,14 @@ def forward_to(
         options["position_ids"] = position_ids
 
     options |= without_cache(model)
-    if last_layer < model.cfg.n_layers - 1:
+    stops_early = last_layer < model.cfg.n_layers - 1
+    if stops_early:
         options["stop_at_layer"] = last_layer + 1
     elif "logits_to_keep" in _argument_names(model):
         options |= last_logits_only(model)
 
     with torch.no_grad(), norms_once(model):
-        if fwd_hooks or "stop_at_layer" in options:
+        if fwd_hooks or stops_early:
             model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
         else:  # the same, without building a list of every hook
             model(tokens, return_type=None, **options)
@@ -285,7 +287,7 @@ def _computed_once(
     norm: Any, compute_twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
 ) -> Float[Tensor, "*batch channel"]:
     """The output of a norm's own module, or of ``compute_twice`` if a hook in the norm is used."""
-    for point in (norm.hook_scale, norm.hook_normalized):
-        if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
+    for hook_point in (norm.hook_scale, norm.hook_normalized):
+        if hook_point._forward_hooks or hook_point._forward_pre_hooks or hook_point._backward_hooks:
             return compute_twice(x)
     return norm.original_component(x).to(x.dtype)

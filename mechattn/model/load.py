@@ -91,9 +91,12 @@ def load_model(
         OptionError: A dtype, device or GGUF file cannot be used, or an option cannot be applied to
             a model that already exists.
     """
-    hooked = _as_hooked_model(model, tokenizer, dtype, device, gguf_file, **options)
+    check_choice((True, False, None), verify=verify)
+    hooked = _as_hooked_model(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, gguf_file=gguf_file, **options
+    )
     facts = known_facts(hooked)
-    if verify is False:
+    if verify is not None and not verify:
         _leave_unverified(hooked, facts)
         return hooked
     if verify:
@@ -296,7 +299,7 @@ def _outcome_of(check: Callable[..., Outcome], model: HookedModel, *arguments: A
     except Exception as error:
         raise ModelError(
             f"{model.cfg.model_name} cannot be used as a hooked model: a forward pass of a few"
-            f" tokens raises {reason(error)}. {ANOTHER_VERSION.capitalize()}"
+            f" tokens raises {reason(error)}; {ANOTHER_VERSION}"
         ) from error
 
 

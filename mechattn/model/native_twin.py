@@ -89,22 +89,22 @@ def _rebuilt(original: Any) -> Any:
         *original.named_parameters(remove_duplicate=False),
     ]
     # By the names that the parameters had before TransformerLens wrapped their modules.
-    shared = {WRAPPED.sub("", name): tensor for name, tensor in tensors}
-    twin.load_state_dict(shared, strict=False, assign=True)
+    shared_tensors = {WRAPPED.sub("", name): tensor for name, tensor in tensors}
+    twin.load_state_dict(shared_tensors, strict=False, assign=True)
     twin.tie_weights()
     # A new model takes its settings from its configuration, which lacks end tokens that only
     # generation_config.json names.
     twin.generation_config = getattr(original, "generation_config", None)
 
     for name, parameter in twin.named_parameters():
-        if parameter.is_meta and name not in shared:
+        if parameter.is_meta and name not in shared_tensors:
             raise LookupError(f"the hooked model has no parameter named {name}")
 
     # load_state_dict leaves out buffers that are not saved with a model.
     device = device_of(original)
     for name, buffer in twin.named_buffers():
-        if name in shared:
-            buffer.data = shared[name].data
+        if name in shared_tensors:
+            buffer.data = shared_tensors[name].data
         else:
             buffer.data = buffer.data.to(device)
 

@@ -25,6 +25,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import Hooks, forward_to, pattern_hook, sinks_of
 
 _NO_MASS = 1e-6  # smaller attention is rounding
+_SUM_ROUNDING = 0.01  # how far half precision may move the sum of a row
 # Called with a layer, its pattern, and the values that the pattern mixes.
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
@@ -57,7 +58,8 @@ def forward_with_patterns(
     fwd_hooks: Hooks = []
 
     for layer, edge_mask in (edge_masks or {}).items():
-        hide = partial(_hide, _unseen(edge_mask)[:, None])
+        unseen_in_all_heads = _unseen(edge_mask)[:, None]
+        hide = partial(_hide, unseen_in_all_heads)
         fwd_hooks.append((f"blocks.{layer}.attn.hook_attn_scores", hide))
 
     def keep_values(v: Float[Tensor, ...], hook: Any, layer: int) -> None:
@@ -101,9 +103,10 @@ def check_pattern(
     """
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
-    # In half precision a sum may be 1 % off. A learned sink may get all of a query's attention.
-    least = 0.99 if sinks_of(model, layer) is None else -0.01
-    is_bad = ~((sums < 1.01) & (sums > least))  # true for NaN, too
+    # A learned sink may get all of a query's attention.
+    smallest_sum = 1.0 if sinks_of(model, layer) is None else 0.0
+    is_allowed = (sums < 1.0 + _SUM_ROUNDING) & (sums > smallest_sum - _SUM_ROUNDING)
+    is_bad = ~is_allowed  # true for NaN, too
     if is_bad.any():
         row, head, query = is_bad.nonzero()[0].tolist()
         raise RowError(
@@ -115,8 +118,8 @@ def check_pattern(
 
     # The largest over the heads. Padding becomes 0, since a NaN there would be the maximum below,
     # which no comparison finds too large.
-    strongest = pattern.amax(1).masked_fill(~real[:, :, None], 0.0)
-    if edge_mask is not None and (strongest * _unseen(edge_mask)).max() > _NO_MASS:
+    largest_attention = pattern.amax(1).masked_fill(~real[:, :, None], 0.0)
+    if edge_mask is not None and (largest_attention * _unseen(edge_mask)).max() > _NO_MASS:
         raise ModelError(
             f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no"
             ' effect here; use engine="streaming" if the model can be streamed'
@@ -124,7 +127,7 @@ def check_pattern(
 
     length = pattern.shape[-1]
     visible = visible_keys(torch.arange(length, device=pattern.device), length, window)
-    stray_mass = strongest.masked_fill(visible, 0.0).max()
+    stray_mass = largest_attention.masked_fill(visible, 0.0).max()
     if stray_mass > _NO_MASS:
         kind = "full causal attention" if window is None else f"a window of {window}"
         raise ModelError(

@@ -32,8 +32,8 @@ from mechattn.model.patterns_at_hooks import forward_with_patterns
 _TRIED_LENGTH = 6  # tokens on which position ids are tried
 _ROTATED_LENGTH = 16  # tokens whose queries and keys are compared
 _LARGEST_SHIFT = 1000  # positions by which these are moved, so that slow frequencies matter too
-# The largest differences from rounding, in float32 and in half precision.
-_ROUNDING = (1e-3, 0.1)
+# The largest difference from rounding.
+_ROUNDING = {"in_float32": 1e-3, "in_half_precision": 0.1}
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,11 @@ def boundary_of(model: Any) -> Boundary | None:
         ModelError: The layers have different boundaries.
     """
     config = config_of(model)
-    stated_boundaries = [_boundary(settings, config) for settings in _rope_settings(config)]
-    boundaries = {boundary for boundary in stated_boundaries if boundary is not None}
+    boundaries = set()
+    for settings in _rope_settings(config):
+        boundary = _boundary(settings, config)
+        if boundary is not None:
+            boundaries.add(boundary)
     if len(boundaries) > 1:
         lengths = sorted(boundary.at for boundary in boundaries)
         listed_lengths = ", ".join(f"{length:,}" for length in lengths)
@@ -102,14 +105,14 @@ def takes_negative_ids(model: HookedModel) -> bool:
     ids = torch.arange(2 * _TRIED_LENGTH, device=device_of(model))
     first_layer = hooks.attention_layers(model)[0]
     change = _change_of_pattern(model, first_layer, ids, ids + _TRIED_LENGTH)
-    return change is not None and change <= rounding_of(model, *_ROUNDING)
+    return change is not None and change <= rounding_of(model, **_ROUNDING)
 
 
 class Rotations(NamedTuple):
     """How the layers of a model rotate queries and keys."""
 
     by_layer: dict[int, Rotation]  # of the layers whose rotation is known
-    why_unknown: str = ""  # why that of other layers is unknown; "" if there are none
+    why_unknown: str = ""  # why the rotation of the other layers is unknown, if there are any
 
 
 def rotations_of(model: HookedModel, layers: Sequence[int]) -> Rotations:
@@ -125,14 +128,14 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> Rotations:
     """
     frequencies = _frequencies(model)
     facts = facts_of(model) or ModelFacts()
-    key = (*layers, *frequencies)
+    key = (tuple(layers), tuple(frequencies))
     if key not in facts.rotations:
         facts.rotations[key] = _tried_rotations(model, layers, list(frequencies.values()))
     return facts.rotations[key]
 
 
 def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The RoPE settings of all layers or of each kind of layer, under the new or the old name."""
+    """The RoPE settings of all layers and of each kind of layer, under the new and the old name."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = getattr(config, name, None)
         if isinstance(settings, Mapping):
@@ -166,12 +169,14 @@ def _change_of_pattern(
     real = torch.ones_like(tokens, dtype=torch.bool)
     patterns: list[Float[Tensor, "1 head query key"]] = []
 
-    def see(layer: int, pattern: Pattern, v: Any) -> None:
+    def keep_pattern(layer: int, pattern: Pattern, v: Any) -> None:
         patterns.append(pattern.float())
 
     try:
-        for given_ids in (ids, other_ids):
-            forward_with_patterns(model, tokens, real, [layer], see, position_ids=given_ids[None])
+        for row_ids in (ids, other_ids):
+            forward_with_patterns(
+                model, tokens, real, [layer], keep_pattern, position_ids=row_ids[None]
+            )
     except (TypeError, ValueError):  # it has no argument for them, or refuses them
         return None
     pattern, other_pattern = patterns
@@ -191,9 +196,9 @@ def _tried_rotations(
     model: HookedModel, layers: Sequence[int], frequencies: Sequence[Tensor]
 ) -> Rotations:
     """The rotations of these layers, found by trying those with the model's frequencies."""
-    reason = why_not_streamed(model, hooks.attention_layers(model))
-    if reason is not None:
-        return Rotations({}, reason)
+    fault = why_not_streamed(model, hooks.attention_layers(model))
+    if fault is not None:
+        return Rotations({}, fault)
     boundary = boundary_of(model)
     if boundary is not None and boundary.kind == "longrope":
         return Rotations({}, "its rotary frequencies depend on the length of the text (LongRoPE)")
@@ -204,16 +209,16 @@ def _tried_rotations(
     if all(attention.bias is not None for attention in attentions.values()):
         return Rotations(dict.fromkeys(layers, NO_ROTATION))
 
-    longest = model.cfg.n_ctx
+    position_count = model.cfg.n_ctx
     if boundary is not None:
-        longest = min(longest, boundary.at)
+        position_count = min(position_count, boundary.at)
     positions = torch.arange(_ROTATED_LENGTH, device=device_of(model))
-    shift = min(_LARGEST_SHIFT, longest - _ROTATED_LENGTH)
+    shift = min(_LARGEST_SHIFT, position_count - _ROTATED_LENGTH)
     position_ids = torch.stack([positions, positions + shift])
 
     try:
         attentions = _attentions(model, layers, rows=2, position_ids=position_ids)
-    except (TypeError, ValueError, IndexError):
+    except (TypeError, ValueError, IndexError):  # it has no argument for them, or no such positions
         return Rotations(
             {}, "it takes no position ids, so its tokens cannot be moved to other positions"
         )
@@ -224,19 +229,20 @@ def _tried_rotations(
 
     for layer in layers:
         errors = [_error(rotation, attentions[layer], position_ids) for rotation in candidates]
-        best = int(np.argmin(errors))
-        if errors[best] <= rounding_of(model, *_ROUNDING):
-            rotations[layer] = candidates[best]
+        best_index = int(np.argmin(errors))
+        if errors[best_index] <= rounding_of(model, **_ROUNDING):
+            rotations[layer] = candidates[best_index]
 
     # This is also what a model that ignores position ids looks like.
     if all(rotation is NO_ROTATION for rotation in rotations.values()):
         return Rotations(
             {}, "its positions are learned, or none of its rotary frequencies moves its queries"
         )
-    unknown_layers = ", ".join(str(layer) for layer in layers if layer not in rotations)
+    unknown_layers = [layer for layer in layers if layer not in rotations]
     if not unknown_layers:
         return Rotations(rotations)
-    return Rotations(rotations, f"no rotation moves the queries and keys of layer {unknown_layers}")
+    listed_layers = ", ".join(map(str, unknown_layers))
+    return Rotations(rotations, f"no rotation moves the queries and keys of layer {listed_layers}")
 
 
 def _attentions(
@@ -266,23 +272,26 @@ def _candidates(frequencies: Sequence[Tensor], d_head: int) -> Iterator[Rotation
         unrotated_channels = d_head - 2 * len(pair_frequencies)
         if unrotated_channels < 0:
             continue
+        first_channels = {0, unrotated_channels}  # one if all channels are rotated
         for adjacent in (False, True):
-            for first in {0, unrotated_channels}:
+            for first in first_channels:
                 yield Rotation(pair_frequencies, adjacent, first)
 
 
 def _error(rotation: Rotation, attention: Attention, position_ids: Int[Tensor, "2 pos"]) -> float:
-    """The largest error of a rotation that is to turn the first row into the second.
+    """The larger of two errors of a rotation that is to turn the first row into the second.
 
     The error of queries, and that of keys, is the largest difference between the rotated first row
     and the second row, relative to the largest number of both rows.
     """
     errors = []
     for vectors in (attention.q, attention.k):
-        x = in_working_dtype(vectors)
-        ids = position_ids.to(x.device)
-        turns = rotation.turns(ids[:1], ids[1:], x.dtype)
-        rotated_row = rotation.moved(x[:1], turns)
-        largest = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)  # all may be 0
-        errors.append(float((rotated_row - x[1:]).abs().max() / largest))
+        rows = in_working_dtype(vectors)
+        first_row = rows[:1]
+        second_row = rows[1:]
+        ids = position_ids.to(rows.device)
+        turns = rotation.turns(ids[:1], ids[1:], rows.dtype)
+        difference = rotation.moved(first_row, turns) - second_row
+        largest = rows.abs().max().clamp(min=torch.finfo(rows.dtype).tiny)  # all may be 0
+        errors.append(float(difference.abs().max() / largest))
     return max(errors)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.functional.attention import visible_keys
-from mechattn.functional.scores import alibi_slopes, score_parts
+from mechattn.functional.scores import score_parts
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of, score_biases
@@ -23,8 +23,8 @@ Q_HOOK = "attn.hook_q"
 K_HOOK = "attn.hook_k"
 
 PROBE_LENGTH = 16  # tokens on which the softmax of the parts is compared with the model's pattern
-# The largest difference of a probability from rounding: in float32, and in half precision.
-ROUNDING = (1e-3, 2e-2)
+# The largest difference of a probability from rounding.
+ROUNDING = {"in_float32": 1e-3, "in_half_precision": 2e-2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +40,18 @@ class Scores:
     slopes: Float[Tensor, " head"] | None = None  # None without ALiBi
     # Whether slopes, positions and their products are rounded to bfloat16, and then multiplied by
     # the scale, as in Falcon.
-    rounded: bool = False
+    alibi_in_bfloat16: bool = False
 
-    def alibi(self, keys: int) -> Float[Tensor, "1 head 1 key"]:
+    def alibi(self, key_count: int) -> Float[Tensor, "1 head 1 key"]:
         """The term that ALiBi adds to the score of each key, without terms that depend only on the
         query; zeros without ALiBi."""
         device = self.b_q.device
         if self.slopes is None:
-            return torch.zeros(1, len(self.b_q), 1, keys, device=device)
+            return torch.zeros(1, len(self.b_q), 1, key_count, device=device)
 
-        slopes = self.slopes[:, None]
-        positions = torch.arange(keys, device=device)
-        if self.rounded:
+        slopes = self.slopes.to(device)[:, None]
+        positions = torch.arange(key_count, device=device)
+        if self.alibi_in_bfloat16:
             bias = (slopes.bfloat16() * positions.bfloat16()).float() * self.scale
         else:
             bias = slopes * positions
@@ -84,20 +84,20 @@ class Scores:
 class BlindScores:
     """The terms that a model adds to its scores regardless of content: ALiBi and learned sinks."""
 
-    heads: int = 1  # in a layer
-    alibi: Scores | None = None  # None without ALiBi
+    heads: int = 1  # how many a layer has
+    alibi: Scores | None = None  # those of the first layer, for its ALiBi; None without ALiBi
     # By layer, the score of each head's sink.
     sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)
 
-    def bias(self, keys: int) -> Float[Tensor, "1 head key"] | None:
+    def bias(self, key_count: int) -> Float[Tensor, "1 head key"] | None:
         """The term added to each key's score; None without ALiBi."""
         if self.alibi is None:
             return None
-        return self.alibi.alibi(keys)[:, :, 0]
+        return self.alibi.alibi(key_count)[:, :, 0]
 
-    def uniform_sink(self, layer: int) -> Float[Tensor, " sink"] | None:
-        """The score 0, with which a sink gets as much attention as any key; None in a layer without
-        sinks."""
+    def uniform_sink(self, layer: int) -> Float[Tensor, " head"] | None:
+        """The score 0, with which the sink of a single head gets as much attention as any key; None
+        in a layer without sinks."""
         if layer not in self.sinks:
             return None
         return torch.zeros_like(self.sinks[layer][:1])
@@ -117,8 +117,9 @@ def blind_scores(model: HookedModel) -> BlindScores:
 
     alibi = None
     if _slopes(model) is not None:
+        first_layer = layers[0]  # ALiBi is the same in every layer
         with suppress(ModelError):  # for another kind of bias only the uniform null is known
-            alibi = scores_of(model, layers[:1])[layers[0]]
+            alibi = scores_of(model, [first_layer])[first_layer]
     return BlindScores(model.cfg.n_heads, alibi, sinks)
 
 
@@ -138,7 +139,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
         )
 
     slopes = _slopes(model)
-    rounded = particulars_of(model).alibi_in_bfloat16
+    alibi_in_bfloat16 = particulars_of(model).alibi_in_bfloat16
     scores = {}
 
     for layer in layers:
@@ -150,11 +151,9 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
             )
         b_q, b_k = score_biases(model, layer)
         scale = score_scale(model, layer, b_q.shape[-1])
-        if slopes is not None:
-            slopes = slopes.to(b_q.device)  # layers may be on different devices
-        scores[layer] = Scores(b_q, b_k, scale, slopes, rounded)
+        scores[layer] = Scores(b_q, b_k, scale, slopes, alibi_in_bfloat16)
 
-    rounding = rounding_of(model, *ROUNDING)
+    rounding = rounding_of(model, **ROUNDING)
     formula = "scale · q·k" if slopes is None else "scale · q·k + ALiBi"
 
     for layer, error in _errors(model, scores).items():
@@ -169,13 +168,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
 
 def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
     """The ALiBi slopes; None for a model without ALiBi."""
-    n_heads = model.cfg.n_heads
-    slopes_of_config = particulars_of(model).slopes
-    if slopes_of_config is not None:
-        return slopes_of_config(config_of(model), n_heads)
-    if model.cfg.positional_embedding_type != "alibi":
-        return None
-    return alibi_slopes(n_heads)
+    return particulars_of(model).slopes(config_of(model), model.cfg)
 
 
 def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float]:
@@ -185,17 +178,18 @@ def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float
         ModelError: A layer has no hook for its queries, keys or pattern.
     """
     tokens = hooks.few_tokens(model, PROBE_LENGTH)
-    names = []
+    hook_names = []
     for layer in scores:
-        names += [f"blocks.{layer}.{Q_HOOK}", f"blocks.{layer}.{K_HOOK}", hooks.pattern_hook(layer)]
+        hook_names += [f"blocks.{layer}.{Q_HOOK}", f"blocks.{layer}.{K_HOOK}"]
+        hook_names.append(hooks.pattern_hook(layer))
     hook_dict = model.hook_dict  # rebuilt at each access
-    absent_hooks = [name for name in names if name not in hook_dict]
-    if absent_hooks:
-        raise ModelError(
-            f"{model.cfg.model_name} has no {absent_hooks[0]}, so its scores cannot be decomposed"
-        )
+    for hook_name in hook_names:
+        if hook_name not in hook_dict:
+            raise ModelError(
+                f"{model.cfg.model_name} has no {hook_name}, so its scores cannot be decomposed"
+            )
 
-    _, values = hooks.logits_and_values(model, tokens, names)
+    _, values = hooks.logits_and_values(model, tokens, hook_names)
     errors = {}
     for layer, layer_scores in scores.items():
         q = values[f"blocks.{layer}.{Q_HOOK}"].float()

@@ -26,10 +26,9 @@ from mechattn.model.hooks import few_tokens, logits_and_values
 
 _TRIED_VECTORS = 4
 _TRIED_TOKENS = 8
-# The largest relative errors from rounding, of a norm and of logits: in float32, and in half
-# precision.
-_NORM_ROUNDING = (1e-3, 3e-2)
-_LOGIT_ROUNDING = (0.02, 0.15)
+# The largest relative errors from rounding, of a norm and of logits.
+_NORM_ROUNDING = {"in_float32": 1e-3, "in_half_precision": 3e-2}
+_LOGIT_ROUNDING = {"in_float32": 0.02, "in_half_precision": 0.15}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +93,9 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     device = device_of(norm)
     dtype = next(model.parameters()).dtype
 
-    def normed(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        return in_working_dtype(norm(x.to(dtype)[None])[0])
+    def normed(vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        rows = vectors.to(dtype)[None]  # some norms take only batches
+        return in_working_dtype(norm(rows)[0])
 
     ones = torch.ones(model.cfg.d_model, device=device)
 
@@ -111,21 +111,23 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     # The outputs for alternating signs, for zeros (the bias) and for ones.
     signs = ones.clone()
     signs[1::2] = -1
-    normed_signs, bias, normed_ones = normed(torch.stack([signs, 0 * signs, ones]))
+    zeros = torch.zeros_like(ones)
+    normed_signs, bias, normed_ones = normed(torch.stack([signs, zeros, ones]))
     unbiased_signs = normed_signs - bias
 
     # A norm that subtracts the mean turns ones into zeros, up to rounding.
     centres = bool((normed_ones - bias).abs().max() < 1e-2 * unbiased_signs.abs().max())
+    centred_signs = signs
     if centres:
-        signs = signs - signs.mean()  # the mean is not 0 if the width is odd
+        centred_signs = signs - signs.mean()  # the mean is not 0 if the width is odd
     eps = _eps_of(norm, model)
-    variance = float(signs.square().mean())
-    gamma = unbiased_signs / signs * (variance + eps) ** 0.5
+    variance = float(centred_signs.square().mean())
+    gamma = unbiased_signs / centred_signs * (variance + eps) ** 0.5
 
     frozen = FrozenNorm(gamma, centres, eps)
-    expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
-    error = float((output - expected).norm())
-    if not error < rounding_of(model, *_NORM_ROUNDING) * float(output.norm()):  # also refuses NaN
+    expected_output = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
+    error = float((output - expected_output).norm())
+    if not error < rounding_of(model, **_NORM_ROUNDING) * float(output.norm()):  # also refuses NaN
         raise ModelError(
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the"
             " contribution of a part of its input is undefined"
@@ -173,12 +175,14 @@ def unembedding(model: HookedModel) -> Unembedding:
     Raises:
         ModelError: W_U or the final norm cannot be read, or the logits do not follow from them.
     """
+    norm = getattr(model, "ln_final", None)
     with weights_here(getattr(model, "unembed", None)):
         try:
-            norm = getattr(model, "ln_final", None)
             w_u = getattr(model, "W_U", None)
-        except Exception as error:  # TransformerLens refuses a quantised W_U
-            raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from None
+        # TransformerLens asserts that the weight is a tensor (UnembeddingBridge.W_U); some
+        # quantisers keep another object there.
+        except AssertionError as error:
+            raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from error
 
     if norm is None or w_u is None:
         raise ModelError(
@@ -187,11 +191,14 @@ def unembedding(model: HookedModel) -> Unembedding:
         )
 
     w_u = w_u.detach()
-    frozen = frozen_norm(model, norm, "its final norm")
-    frozen = replace(frozen, gamma=frozen.gamma.to(w_u.device))
-
-    factor = float(particulars_of(model).logit_factor(config_of(model)))
-    to_logits = Unembedding(w_u, in_working_dtype(w_u).mean(1), frozen, factor, _logit_cap(model))
+    final_norm = frozen_norm(model, norm, "its final norm")
+    to_logits = Unembedding(
+        w_u,
+        mean=in_working_dtype(w_u).mean(1),
+        norm=replace(final_norm, gamma=final_norm.gamma.to(w_u.device)),
+        factor=float(particulars_of(model).logit_factor(config_of(model))),
+        cap=_logit_cap(model),
+    )
     _check_logits(model, to_logits)
     return to_logits
 
@@ -212,8 +219,8 @@ def _logit_cap(model: HookedModel) -> float | None:
         cap = getattr(model.cfg, "output_logits_soft_cap", None)
     else:
         cap = getattr(config, "final_logit_softcapping", None)
-    if not cap or cap < 0:
-        return None  # 0 and -1 stand for no cap
+    if not cap or cap < 0:  # 0 and -1 stand for no cap
+        return None
     return float(cap)
 
 
@@ -231,20 +238,21 @@ def _check_logits(model: HookedModel, to_logits: Unembedding) -> None:
     last_hook = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = few_tokens(model, _TRIED_TOKENS)
     all_logits, values = logits_and_values(model, tokens, [last_hook])
-    logits = to_logits.uncapped(in_working_dtype(all_logits[0]).to(tokens.device))
+    capped_logits = in_working_dtype(all_logits[0]).to(tokens.device)
+    logits = to_logits.uncapped(capped_logits)
     centred_logits = logits - logits.mean(-1, keepdim=True)
-    expected = centred_logits[:, tokens[0]]
+    expected_logits = centred_logits[:, tokens[0]]
 
     stream = in_working_dtype(values[last_hook]).to(tokens.device)
     directions = to_logits.direction(tokens)[0]
     sigma = to_logits.norm.scale(stream)[0]
-    computed = (directions @ stream[0].T / sigma).T
+    computed_logits = (directions @ stream[0].T / sigma).T
 
     # b_U adds the same number to a token's logit at every position, so it is left out.
-    difference = computed - expected
+    difference = computed_logits - expected_logits
     error = (difference - difference.mean(0)).norm()
-    size = (expected - expected.mean(0)).norm()
-    rounding = rounding_of(model, *_LOGIT_ROUNDING)
+    size = (expected_logits - expected_logits.mean(0)).norm()
+    rounding = rounding_of(model, **_LOGIT_ROUNDING)
     if not float(error) <= rounding * float(size):  # also refuses NaN
         raise ModelError(
             f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap"

@@ -61,12 +61,12 @@ def unloaded(model: Any) -> UnloadedModel:
             f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
 
-    source = known_facts(hooked).native
-    if source is None:  # a quantised model has no twin
-        source = original_of(hooked)
-    generation_config = getattr(source, "generation_config", None)
+    hf_model = known_facts(hooked).native
+    if hf_model is None:  # a quantised model has no twin
+        hf_model = original_of(hooked)
+    generation_config = getattr(hf_model, "generation_config", None)
     end = end_tokens(generation_config, hooked.tokenizer)
-    return UnloadedModel(hooked.tokenizer, hooked.cfg, end, hooked)
+    return UnloadedModel(hooked.tokenizer, hooked.cfg, end, loaded=hooked)
 
 
 def unloaded_tokenizer(
@@ -74,7 +74,12 @@ def unloaded_tokenizer(
 ) -> UnloadedModel:
     """A tokenizer as an unloaded model, with a name, a context length in tokens and a configuration
     of generation."""
-    sizes = Sizes(name, len(tokenizer), n_ctx, checkpoint.prepends_bos(tokenizer))
+    sizes = Sizes(
+        model_name=name,
+        d_vocab=len(tokenizer),
+        n_ctx=n_ctx,
+        default_prepend_bos=checkpoint.prepends_bos(tokenizer),
+    )
     return UnloadedModel(tokenizer, sizes, end_tokens(generation_config, tokenizer))
 
 

@@ -69,12 +69,13 @@ def weights_hash(model: Any) -> str:
     computed again if a tensor was written to.
     """
     facts = facts_of(model) or ModelFacts()
-    source = facts.native
-    if source is None:
-        source = model
+    # The twin's parameters have the names of the checkpoint.
+    hashed_model = facts.native
+    if hashed_model is None:
+        hashed_model = model
     tensors = {
         name: values
-        for name, values in sorted(source.state_dict().items())
+        for name, values in sorted(hashed_model.state_dict().items())
         if isinstance(values, Tensor)
     }
 
@@ -90,7 +91,7 @@ def weights_hash(model: Any) -> str:
     digest = hashlib.sha256()
     for name, values in tensors.items():
         digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-        digest.update(_sample(unoffloaded(source, name, values), _HASHED_NUMBERS))
+        digest.update(_sample(unoffloaded(hashed_model, name, values), _HASHED_NUMBERS))
 
     facts.weights_hash = digest.hexdigest()[:16]
     facts.hashed_versions = versions
@@ -121,11 +122,12 @@ def stored_hash(name: str) -> str | None:
 
         digest = hashlib.sha256()
         for path in sorted(files):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
-            step = max(_PIECE_BYTES, math.ceil(size / _MOST_PIECES))
+            byte_count = path.stat().st_size
+            # A name that is not UTF-8 contains surrogates.
+            digest.update(f"{path.name} {byte_count} ".encode("utf-8", "surrogateescape"))
+            step = max(_PIECE_BYTES, math.ceil(byte_count / _MOST_PIECES))
             with open(path, "rb") as file:
-                for start in range(0, size, step):
+                for start in range(0, byte_count, step):
                     file.seek(start)
                     digest.update(file.read(_PIECE_BYTES))
         return digest.hexdigest()[:16]
@@ -149,17 +151,18 @@ def state_of(model: HookedModel) -> State:
             if values is not None:
                 parameters.setdefault(id(values), (f"{name}.{own_name}", values))
         functions = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        foreign = [function for function in functions if not _is_of_a_library(function)]
+        user_functions = [function for function in functions if not _is_of_a_library(function)]
         # Functions that a user adds to a hook point have a wrapper of TransformerLens.
-        foreign += getattr(module, "fwd_hooks", [])
-        if foreign:
-            hooks[name] = frozenset(map(id, foreign))
+        user_functions += getattr(module, "fwd_hooks", [])
+        if user_functions:
+            hooks[name] = frozenset(map(id, user_functions))
 
-    weights = dict(parameters.values())
+    weights = dict(parameters.values())  # the name and values of each parameter
     config = getattr(original_of(model), "config", None)
     return {
         "class": {name: type(module).__qualname__ for name, module in modules.items()},
         "dtype": {name: values.dtype for name, values in weights.items()},
+        # A model has a single kind of attention, which the message of a change calls so.
         "attention": {"its attention": getattr(config, "_attn_implementation", "")},
         "weights": {name: _sum_of_bits(values) for name, values in weights.items()},
         "device": {name: values.device for name, values in weights.items()},
@@ -175,24 +178,24 @@ def refuse_changes(model: HookedModel, verified_state: State, current_state: Sta
     """
     for kind, sentence in _CHANGES.items():
         for name in {**verified_state[kind], **current_state[kind]}:
-            verified = verified_state[kind].get(name)
-            current = current_state[kind].get(name)
-            if verified != current:
-                plain_name = WRAPPED.sub("", name)
-                change = sentence.format(name=plain_name, verified=verified, current=current)
+            verified_value = verified_state[kind].get(name)
+            current_value = current_state[kind].get(name)
+            if verified_value != current_value:
+                change = sentence.format(
+                    name=WRAPPED.sub("", name), verified=verified_value, current=current_value
+                )
                 raise ModelError(
                     f"{model.cfg.model_name} was changed after it was verified: {change}"
                 )
 
 
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:
-    """The bytes of at most ``most`` numbers of a tensor, evenly spaced."""
-    if values.is_meta:  # offloaded, so reading it each time would be slow
+    """The bytes of at most ``most`` numbers of a tensor, evenly spaced; "meta" if it is offloaded,
+    because reading it each time would be slow."""
+    if values.is_meta:
         return b"meta"
     flat = values.detach().reshape(-1)
-    if not len(flat):
-        return b""
-    step = math.ceil(len(flat) / most)
+    step = max(1, math.ceil(len(flat) / most))
     return flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
@@ -210,6 +213,7 @@ def _sum_of_bits(values: Tensor) -> int:
     if values.is_meta:
         return 0
     octets = values.detach().reshape(-1).view(torch.uint8)
+    # Only aligned memory can be read in words.
     if octets.numel() % _WORD_BYTES or octets.storage_offset() % _WORD_BYTES:
         return int(octets.sum())
     words = octets.view(torch.int64)

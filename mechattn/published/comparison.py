@@ -47,7 +47,7 @@ class Cell:
     """
 
     word: str
-    unit: str = "share"
+    unit: str
     value: float = nan
     low: float = nan
     high: float = nan
@@ -183,18 +183,18 @@ def measured_cell(
     value, low, high = in_unit(interval, unit).tolist()
     untrained_means = in_unit(np.asarray(untrained), unit).tolist()
     word = word_of(statement, low, high)
-    return Cell(word, unit, value, low, high, len(values), tuple(untrained_means))
+    return Cell(word, unit, value, low, high, n=len(values), untrained=tuple(untrained_means))
 
 
 def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
     """The cell of a statement about accuracy, with Newcombe's interval of the difference and the
     exact McNemar test."""
-    comparison = evaluation.compare(statement.condition, statement.to, unit="prompt")
-    value = 100 * comparison["difference"]
-    low = 100 * comparison["low"]
-    high = 100 * comparison["high"]
-    gained = int(comparison["only_first"])
-    lost = int(comparison["only_second"])
+    change = evaluation.compare(statement.condition, statement.to, unit="prompt")
+    value = 100 * change["difference"]  # in points, as are the ends of the interval
+    low = 100 * change["low"]
+    high = 100 * change["high"]
+    gained = int(change["only_first"])
+    lost = int(change["only_second"])
     p = binomtest(gained, max(1, gained + lost)).pvalue  # 1 if none is gained or lost
 
     reference_accuracy = 100 * evaluation.right(statement.to).mean()
@@ -202,10 +202,10 @@ def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
     note = (
         f"{reference_accuracy:.1f} → {accuracy:.1f} %; {gained} problems gained, {lost} lost, exact"
         f" McNemar p = {p:.2g}; 80 % power for a difference of"
-        f" {100 * comparison['detectable']:.1f} points"
+        f" {100 * change['detectable']:.1f} points"
     )
     word = word_of(statement, low, high)
-    return Cell(word, statement.unit, value, low, high, int(comparison["n"]), note=note)
+    return Cell(word, statement.unit, value, low, high, n=int(change["n"]), note=note)
 
 
 def word_of(statement: Statement, low: float, high: float) -> str:
@@ -231,9 +231,11 @@ def rule_words(statement: Statement) -> str:
     """The rule of a statement, such as "as published below −2.0 %, opposite above +2.0 %"."""
     line = with_unit(statement.line, statement.unit)
     opposite_line = with_unit(statement.opposite, statement.unit)
-    if statement.direction == "above":
-        return f"{AS_PUBLISHED} above {line}, {OPPOSITE} below {opposite_line}"
-    return f"{AS_PUBLISHED} below {line}, {OPPOSITE} above {opposite_line}"
+    opposite_direction = "below" if statement.direction == "above" else "above"
+    return (
+        f"{AS_PUBLISHED} {statement.direction} {line}, {OPPOSITE} {opposite_direction}"
+        f" {opposite_line}"
+    )
 
 
 def in_unit(values: np.ndarray, unit: str) -> np.ndarray:

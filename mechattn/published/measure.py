@@ -115,21 +115,21 @@ class ModelRuns:
     def cells(self) -> dict[str, Cell]:
         """The cell of every statement, by its key."""
         own_weights = self.all_values()
-        draws = [self.all_values(draw) for draw in range(self.settings.draws)]
+        untrained_weights = [self.all_values(draw) for draw in range(self.settings.draws)]
         cells = self._answer_cells()
-        for key, reason in own_weights.reasons.items():
-            cells[key] = Cell(NOT_MEASURABLE, note=reason)
 
         for statement in self.statements.statements:
-            if statement.key not in own_weights.values:
-                continue
-            untrained_means = []
-            for untrained_weights in draws:
-                if statement.key in untrained_weights.values:
-                    values = untrained_weights.values[statement.key]
-                    untrained_means.append(sum(values) / len(values))
-            own_values = own_weights.values[statement.key]
-            cells[statement.key] = measured_cell(statement, own_values, untrained_means)
+            key = statement.key
+            if key in own_weights.reasons:
+                cells[key] = Cell(NOT_MEASURABLE, statement.unit, note=own_weights.reasons[key])
+            elif key in own_weights.values:
+                untrained_means = []
+                for draw_values in untrained_weights:
+                    if key in draw_values.values:
+                        values = draw_values.values[key]
+                        untrained_means.append(sum(values) / len(values))
+                own_values = own_weights.values[key]
+                cells[key] = measured_cell(statement, own_values, untrained_means)
         return cells
 
     def all_values(self, draw: int | None = None) -> RunValues:
@@ -196,8 +196,11 @@ class ModelRuns:
         statements = self._of_run(ANSWERS)
         problems = self.settings.problems
         if not problems:
-            empty_cell = Cell(NOT_MEASURABLE, note="no problem was answered (problems, --problems)")
-            return {statement.key: empty_cell for statement in statements}
+            note = "no problem was answered (problems, --problems)"
+            return {
+                statement.key: Cell(NOT_MEASURABLE, statement.unit, note=note)
+                for statement in statements
+            }
 
         say(f"{self.name}: answers to {len(problems)} problems")
         evaluation = evaluate(
@@ -219,7 +222,7 @@ class ModelRuns:
             if statement.condition in evaluation.conditions:
                 cells[statement.key] = accuracy_cell(statement, evaluation)
             else:
-                cells[statement.key] = Cell(NOT_MEASURABLE, note=note_without_arm)
+                cells[statement.key] = Cell(NOT_MEASURABLE, statement.unit, note=note_without_arm)
         return cells
 
     def _of_run(self, run_name: str) -> list[Statement]:

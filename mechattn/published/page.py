@@ -1,12 +1,12 @@
-"""The page of a comparison: the table of statements and models, and for three of the paper's
-figures what their captions say and the same figure of each model."""
+"""The page of a comparison: the table of statements and models, and three kinds of figure: what the
+captions of the paper's figures say, and the same figure of each model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,9 +37,10 @@ STYLES = {
 }
 
 HEAD_COUNT = 3  # heads in a figure of the paper
+FEWEST_TO_HALVE = 2 * FEWEST  # prompts or groups: one half chooses heads, the other is described
 
-# What automatic captions say of the paper's figures, in the order of the page; layers and heads
-# are counted from 0.
+# What automatic captions say of the paper's figures, by the name of our figure and in the order of
+# the page; layers and heads are counted from 0.
 CAPTIONS = {
     "heads": (
         "Published, by captions of figures 15 and 18. Llama-3.1-8B-Instruct, layer 0, heads 19, "
@@ -61,14 +62,14 @@ CAPTIONS = {
 }
 
 CHOICE = (
-    "Heads are those of layer 0 that change most on one half of the prompts; with fewer than six "
-    "prompts, or groups of prompts, the first heads. All prompts are drawn, so a change looks "
-    "somewhat larger than it is."
+    "Heads are those of layer 0 that change most on one half of the prompts; with fewer than "
+    f"{FEWEST_TO_HALVE} prompts, or groups of prompts, the first heads. All prompts are drawn, so "
+    "a change looks somewhat larger than it is."
 )
 
 
 def write_comparison(
-    comparison: Comparison, results: Sequence[Result], path: Path, force: bool = False
+    comparison: Comparison, results: Sequence[Result], path: Path, force: bool
 ) -> Path:
     """Write the page of a comparison.
 
@@ -98,16 +99,13 @@ def write_comparison(
 
 
 def figure_sections(results: Sequence[Result]) -> list[PageSection]:
-    """Three figures for every model, each with what was published, in the order of ``CAPTIONS``."""
-    drawings_of_models = [_drawings(result) for result in results]
+    """The figures of every model, each with what was published, in the order of ``CAPTIONS``."""
+    sections_of_models = [_model_sections(result) for result in results]
     sections = []
     for name, caption in CAPTIONS.items():
-        for result, drawings in zip(results, drawings_of_models, strict=True):
-            drawing = drawings[name]
-            section = drawn_section(drawing.figure, result, drawing.options)
-            title = f"{model_caption(result)}: {drawing.title}"
-            note = f"{caption} {CHOICE} {section.note}"
-            sections.append(replace(section, title=title, note=note))
+        for model_sections in sections_of_models:
+            section = model_sections[name]
+            sections.append(replace(section, note=f"{caption} {CHOICE} {section.note}"))
     return sections
 
 
@@ -118,40 +116,47 @@ def changing_heads(result: Result) -> list[int]:
     """
     count = min(HEAD_COUNT, result["received_attention"].sizes["head"])
     units = units_of(result)
-    if units.n < 2 * FEWEST:
+    if units.n < FEWEST_TO_HALVE:
         return list(range(count))
     first_half, _ = units.halves()
-    layers_and_heads = choose_heads(result, 0, count, "slash", np.asarray(first_half), "difference")
+    layers_and_heads = choose_heads(
+        result, 0, count, "slash", prompts=np.asarray(first_half), by="difference"
+    )
     return [head for _, head in layers_and_heads]
 
 
-def _drawings(result: Result) -> dict[str, _Drawing]:
-    """The three figures of a model, by their names in ``CAPTIONS``."""
+def _model_sections(result: Result) -> dict[str, PageSection]:
+    """The figures of a model, by their names in ``CAPTIONS``."""
     heads = changing_heads(result)
-    most_changed = heads[0]
+    head = heads[0]
     layers = result["received_attention"].layer.values.tolist()
+    listed_heads = ", ".join(map(str, heads))
+    listed_layers = ", ".join(map(str, layers))
+
+    def titled_section(title: str, figure: Callable, **options: Any) -> PageSection:
+        section = drawn_section(figure, result, options)
+        return replace(section, title=f"{model_caption(result)}: {title}")
+
     return {
-        "heads": _Drawing(
-            f"layer 0, heads {', '.join(map(str, heads))}, without and with “/”",
+        "heads": titled_section(
+            f"layer 0, heads {listed_heads}, without and with “/”",
             received_attention,
-            {"layer": 0, "heads": heads, "condition": "slash"},
+            layer=0,
+            heads=heads,
+            condition="slash",
         ),
-        "sentence": _Drawing(
-            f"layer 0, head {most_changed}, “/” and a random sentence",
+        "sentence": titled_section(
+            f"layer 0, head {head}, “/” and a random sentence",
             received_by_model,
-            {"layer": 0, "heads": most_changed, "conditions": ("slash", "sentence")},
+            layer=0,
+            heads=head,
+            conditions=("slash", "sentence"),
         ),
-        "layers": _Drawing(
-            f"head {most_changed} in layers {', '.join(map(str, layers))}",
+        "layers": titled_section(
+            f"head {head} in layers {listed_layers}",
             received_attention,
-            {"layer": layers, "heads": [most_changed], "condition": "slash"},
+            layer=layers,
+            heads=[head],
+            condition="slash",
         ),
     }
-
-
-class _Drawing(NamedTuple):
-    """A figure of a model that is still to be drawn."""
-
-    title: str
-    figure: Callable
-    options: dict[str, Any]

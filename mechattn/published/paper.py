@@ -137,19 +137,20 @@ def _checked_models(models: object) -> dict[str, str]:
     """
     if isinstance(models, (str, Path)):
         models = [models]
-    if not models or not isinstance(models, Iterable):
+    names = list(map(str, models)) if isinstance(models, Iterable) else []
+    if not names:
         raise OptionError(
             'give the name of a model, such as ma.paper("real:smollm2") or --model real:smollm2'
         )
-    file_name_of = file_names(map(str, models))
-    model_of: dict[str, str] = {}
+    file_name_of = file_names(names)
+    model_of: dict[str, str] = {}  # by the name on the page
     for name in file_name_of:
-        namesake = model_of.setdefault(provenance.name_of(name), name)
+        short_name = provenance.name_of(name)
+        namesake = model_of.setdefault(short_name, name)
         if namesake != name:
             raise OptionError(
-                f"the models {namesake!r} and {name!r} would both be called"
-                f" {provenance.name_of(name)!r} on the page: compare them in separate calls, each"
-                " with a folder of its own"
+                f"the models {namesake!r} and {name!r} would both be called {short_name!r} on the"
+                " page: compare them in separate calls, each with a folder of its own"
             )
     for name in file_name_of:
         architecture_named(name)  # raises if there is no such model

@@ -70,9 +70,9 @@ def layers_falling(result: Result, selection: ValueSelection) -> PerPrompt:
 
 def inserted_beside_question(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of what an inserted token receives to what a token of the question receives."""
-    inserted = of_segment(result, selection, selection.condition, "inserted")
-    question = of_segment(result, selection, selection.condition, "question")
-    return log_ratio(inserted, question).mean(1)
+    received_by_inserted = of_segment(result, selection, selection.condition, "inserted")
+    received_by_question = of_segment(result, selection, selection.condition, "question")
+    return log_ratio(received_by_inserted, received_by_question).mean(1)
 
 
 def level(result: Result, selection: ValueSelection) -> PerPrompt:
@@ -146,21 +146,21 @@ def evenness_apart(result: Result, selection: ValueSelection) -> PerPrompt:
     evenness = {}
     for condition in (selection.condition, selection.to):
         received = selected(result, f"{selection.quantities[0]}_per_prompt", selection, condition)
-        inserted = segment_mask(result, condition, "inserted")
-
+        is_inserted = segment_mask(result, condition, "inserted")
         received_by_key = received.isel(layer=0).transpose("prompt", "head", "key").values
+        received_if_inserted = np.where(is_inserted[:, None], received_by_key, 0.0)
         # ``entropy`` divides each head's row by its sum, and takes 0 · log 0 as 0.
-        entropy = stats.entropy(np.where(inserted[:, None], received_by_key, 0.0), axis=2)
-        even_tokens = np.exp(entropy).mean(1)
-        evenness[condition] = even_tokens / inserted.sum(1)
+        entropy = stats.entropy(received_if_inserted, axis=2)
+        token_count = is_inserted.sum(1)
+        evenness[condition] = np.exp(entropy).mean(1) / token_count
     return evenness[selection.condition] - evenness[selection.to]
 
 
 def change_of_large(result: Result, selection: ValueSelection) -> PerPrompt:
     """Log-ratio of the share of large activations.
 
-    Activations are large from the smallest edge of the histogram on that at most a tenth of the
-    reference's activations reach, in absolute value and over all prompts.
+    Activations are large if their absolute value reaches the smallest edge of the histogram that at
+    most a tenth of the reference's activations reach, over all prompts.
     """
     values, reference = of_question(result, selection)
     mean_reference = reference.mean((0, 1))
@@ -175,7 +175,9 @@ def change_of_large(result: Result, selection: ValueSelection) -> PerPrompt:
         if mean_reference[is_large].sum() <= LARGE:
             large_share = values[..., is_large].sum(2)
             return log_ratio(large_share, reference[..., is_large].sum(2)).mean(1)
-    raise NotMeasurable("more than a tenth of the activations lie beyond the histogram's last bin")
+    raise NotMeasurable(
+        f"more than {LARGE:.0%} of the activations lie beyond the histogram's last edge"
+    )
 
 
 def classes_beside_other(result: Result, selection: ValueSelection) -> PerPrompt:
@@ -196,17 +198,19 @@ def updates_at_first(result: Result, selection: ValueSelection) -> PerPrompt:
     Both are means over all heads and all queries but the first, which sees only itself. The value
     is the mean over layers from 4 on.
     """
-    measured = layers_of(result, selection.quantities[0])
-    layers = [layer for layer in measured if layer >= FROM_LAYER]
+    measured_layers = layers_of(result, selection.quantities[0])
+    layers = [layer for layer in measured_layers if layer >= FROM_LAYER]
     if not layers:
         raise NotMeasurable(f"the model has no layer {FROM_LAYER} or later")
     in_later_layers = selection.in_layers(layers)
 
-    values_by_query = []
-    for name in selection.quantities:
-        values = selected(result, f"{name}_per_prompt", in_later_layers, selection.condition)
-        values_by_query.append(values.isel(key=slice(1, None)))
-    target, size = values_by_query  # in the order in which the statement names them
+    # The statement names the strongest target of a query, then the size of its update.
+    target, size = [
+        selected(result, f"{name}_per_prompt", in_later_layers, selection.condition).isel(
+            key=slice(1, None)
+        )
+        for name in selection.quantities
+    ]
 
     is_first = target == 0
     at_first = size.where(is_first).mean(("head", "key"))
@@ -338,22 +342,24 @@ def both_curves(result: Result, selection: ValueSelection) -> list[tuple[np.ndar
         NotMeasurable: A prompt has too few tokens.
     """
     name = f"{selection.quantities[0]}_by_origin_per_prompt"
-    received = []
-    for condition in (selection.condition, selection.to):
-        values = selected(result, name, selection, condition).isel(layer=0)
-        received.append(values.transpose("prompt", "head", ...).values)
-    in_condition, in_reference = received
+    in_condition, in_reference = [
+        selected(result, name, selection, condition).isel(layer=0).transpose("prompt", "head", ...)
+        for condition in (selection.condition, selection.to)
+    ]
 
     origins = result["sequences"].origin.sel(condition=BASELINE).values
-    end = (origins >= 0).sum(1) - QUERIES_AFTER
-    has_queries = np.arange(origins.shape[1]) < end[:, None]
+    ends = (origins >= 0).sum(1) - QUERIES_AFTER
+    has_queries = np.arange(origins.shape[1]) < ends[:, None]
+    key_masks = has_queries & segment_mask(result, BASELINE, "question")
 
     curves = []
-    for prompt, is_key in enumerate(has_queries & segment_mask(result, BASELINE, "question")):
-        keys = np.flatnonzero(is_key)
+    for prompt, key_mask in enumerate(key_masks):
+        keys = np.flatnonzero(key_mask)
         if not len(keys):
             raise NotMeasurable(f"prompt {prompt} has too few tokens")
-        curves.append((in_condition[prompt][:, keys], in_reference[prompt][:, keys]))
+        curve = in_condition.values[prompt][:, keys]
+        reference = in_reference.values[prompt][:, keys]
+        curves.append((curve, reference))
     return curves
 
 
@@ -380,5 +386,5 @@ def _distances_from_mean(curves: Sequence[np.ndarray]) -> PerPrompt:
     """The mean distance of each prompt's curve [head, key] from the mean curve of all prompts."""
     # Questions differ in length, and a mean over prompts needs the same positions of each.
     shortest = min(curve.shape[1] for curve in curves)
-    aligned = np.stack([curve[:, :shortest] for curve in curves])
-    return abs(aligned - aligned.mean(0)).mean((1, 2))
+    aligned_curves = np.stack([curve[:, :shortest] for curve in curves])
+    return abs(aligned_curves - aligned_curves.mean(0)).mean((1, 2))

@@ -54,3 +54,5 @@ def test_a_field_that_is_off_stops_nothing():
     given.config.use_bidirectional_attention = True
     given.config.index_topk = 2048
     assert set(unknown_fields(given.config)) == {"index_topk", "use_bidirectional_attention"}
+    given.config.attention_sink_tokens = given.config.init_window = given.config.compress_ratios = 4
+    assert len(unknown_fields(given.config)) == 5

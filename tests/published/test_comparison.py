@@ -58,7 +58,7 @@ def test_a_cell_in_words():
     cell = Cell(AS_PUBLISHED, "change", -18.21, -19.0, -17.44, 64, (-12.1, -9.3))
     said = "as published: −18.2 % [−19.0, −17.4], untrained −12.1 to −9.3 %, n = 64"
     assert str(cell) == said
-    nowhere = Cell(NOT_MEASURABLE, note="it has one layer")
+    nowhere = Cell(NOT_MEASURABLE, "share", note="it has one layer")
     assert str(nowhere) == "not measurable here: it has one layer"
     assert Cell(UNCLEAR, "points", -0.01, -1.0, 1.0, 9).value_words == "+0.0 points [−1.0, +1.0]"
 

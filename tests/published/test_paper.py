@@ -54,6 +54,7 @@ def test_page_markdown_and_json_say_the_same(compared):
     for statement in comparison.statements.statements:
         cell = comparison.cells[statement.key]["toy:llama"]
         assert cell.word in page
+        assert cell.unit == statement.unit
         assert str(cell) in markdown
     assert comparison.summary in page
     assert "about 1 miss the true value by chance" in comparison.summary
@@ -94,7 +95,7 @@ def test_each_draw_has_weights_of_its_own(toy, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [
-        ([], {}, "give the name"),
+        (iter([]), {}, "give the name"),
         (3, {}, "give the name"),
         ("toy:llama", {"limit": 2}, "limit=2: give a whole number, at least 3"),
         ("toy:llama", {"new_tokens": 0}, "new_tokens=0"),

@@ -11,7 +11,7 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.published.values import FUNCTIONS, UNITS, NotMeasurable, ValueSelection, value_of
+from mechattn.published.values import NotMeasurable, ValueSelection, value_of
 from mechattn.results.result import Result
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=20), "sentence": ma.RandomSentence(count=20)}
@@ -304,7 +304,3 @@ def test_no_ratio_to_nothing(result):
     nothing = changed(result, "received_attention", "received_by_segment", np.zeros_like)
     with pytest.raises(NotMeasurable, match="is 0, so there is no ratio"):
         value_of(nothing, "change", RECEIVED)
-
-
-def test_every_function_has_a_unit():
-    assert set(UNITS) == {*FUNCTIONS, "accuracy"}
