@@ -42,9 +42,16 @@ HEADER = (
     "unfinished",
 )
 
+# How the methods under the table name each test, and the intervals that go with it.
+TESTS = {
+    "mcnemar": "Wilson's and Newcombe's intervals, McNemar's test (mid-p)",
+    "sign_flip": "score and t intervals, sign flips, over {unit}",
+}
+
 
 def evaluate_from_config(
     path: Path,
+    *,
     server: str | None = None,
     served_model: str | None = None,
     server_key: str | None = None,
@@ -146,9 +153,8 @@ def accuracy_table(evaluation: Evaluation) -> str:
     unit = accuracies.attrs["unit"]
     methods = f"n = {baseline.n}; score interval, over {unit}."
     if changes:
-        tests = f"score and t intervals, sign flips, over {unit}"
-        if any(change["test"] == "mid-p McNemar" for change in changes.values()):
-            tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
+        test: str = next(iter(changes.values()))["test"]  # every condition has the same
+        tests = TESTS[test].format(unit=unit)
         methods = (
             f"n = {baseline.n}; {tests}; detectable: found with 80 % power. The"
             f" {baseline.condition} can fall by {100 * baseline.accuracy:.1f} points."

@@ -61,12 +61,13 @@ Figures = list[tuple[Callable, Mapping[str, Any]]]
 def report(
     paths: Sequence[str | Path],
     out: str | Path,
+    *,
     layer: int | None = None,
     heads: Sequence[int] | None = None,
-    command: str = "",
-    force: bool = False,
     top: int = 3,
+    command: str = "",
     memory: str = MEMORY,
+    force: bool = False,
 ) -> list[str]:
     """Write a page of stored results with all their figures.
 
@@ -76,10 +77,10 @@ def report(
         layer: The layer of the figures; by default that of the head that changes most for the lines
             that lead the page, and the first that was measured for all others.
         heads: The heads of the lines; by default the data choose them.
-        command: The command line, which the page repeats.
-        force: Whether a page that mechattn did not write is replaced.
         top: The number of heads to choose.
+        command: The command line, which the page repeats.
         memory: How much memory each figure may take, as for ``load_result``.
+        force: Whether a page that mechattn did not write is replaced.
 
     Returns:
         The figures that could not be shown, each with the reason.

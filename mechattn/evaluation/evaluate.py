@@ -35,6 +35,7 @@ from mechattn.evaluation.server import Server
 from mechattn.model.architectures import particulars_of
 from mechattn.model.hooked import HookedModel, alone, config_of, holding, measuring
 from mechattn.model.load import load_model
+from mechattn.model.positions import boundary_of
 from mechattn.model.unloaded import UnloadedModel, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
@@ -358,8 +359,8 @@ def _provenance_here(
         "weights_hash": weights_hash(model),
         "dtype": dtype_name(model),
     }
-    sides = request_checks.sides_of(model, sequences)
-    if sides:  # of a LongRoPE model
+    if boundary_of(model) is not None:  # as for LongRoPE
+        sides = request_checks.sides_of(model, sequences)
         provenance["rope_factors"] = dict(Counter(sides))
     return provenance
 

@@ -212,7 +212,7 @@ class Evaluation:
 
         Returns:
             "difference", from -1 to 1, with "low" and "high" at 95 %; "p", and "test", which is
-            "mid-p McNemar" or "sign flips"; "n", the number of problems or of their groups;
+            "mcnemar" or "sign_flip"; "n", the number of problems or of their groups;
             "detectable", the smallest difference that would be found with 80 % power, NaN if there
             is none; and with one answer per problem "only_first" and "only_second", the numbers of
             problems that are right under only one of the two.
@@ -238,7 +238,7 @@ class Evaluation:
         if has_single_answers:
             mcnemar = paired_accuracy(first[:, 0], second[:, 0])
             if units.group_of_prompt is None:
-                return asdict(mcnemar) | {"test": "mid-p McNemar"}
+                return asdict(mcnemar) | {"test": "mcnemar"}
             # Of McNemar's figures only the counts hold for problems that share groups.
             only_one_right = {
                 "only_first": mcnemar.only_first,
@@ -255,7 +255,7 @@ class Evaluation:
             **only_one_right,
             "n": units.n,
             "detectable": share_deviation(differences) * detectable_size(units.n),
-            "test": "sign flips",
+            "test": "sign_flip",
         }
 
     def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:

@@ -10,7 +10,6 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from numbers import Real
 from typing import Any
 
@@ -37,6 +36,7 @@ from mechattn.model.hooked import (
     measuring,
 )
 from mechattn.model.hooks import last_logits_only
+from mechattn.model.positions import boundary_of
 from mechattn.model.unloaded import end_tokens
 from mechattn.prompts.prompt import LARGEST_COUNT
 
@@ -146,16 +146,9 @@ def local_answers(
     native = native_of(model)
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
 
-    # LongRoPE uses other factors beyond a length, and chooses them for a whole batch, so sequences
-    # on each side of that length are generated apart. For other models ``sides`` is empty.
     shortest_first = sorted(requests, key=lambda request: len(request.sequence))
-    sides = sides_of(model, [{request.condition: request.sequence} for request in shortest_first])
-    requests_by_side: dict[str | None, list[Request]] = {}
-    for request, side in zip_longest(shortest_first, sides):
-        requests_by_side.setdefault(side, []).append(request)
-
     with AnswerBar(len(requests), kept_count) as bar:
-        for group in requests_by_side.values():
+        for group in _with_equal_factors(model, shortest_first):
             generation = Generation(
                 native,
                 group,
@@ -349,12 +342,13 @@ class Generation:
             position = torch.tensor([[row.length + 1]], device=logits.device)
             keys.append(token_keys(self.seed, [request.prompt], position, request.sample, "answer"))
 
-        # The point is uniform up to the last cumulative probability, which rounding may leave below
-        # 1.
+        # The point is uniform from 0 to the last cumulative probability, which rounding may leave
+        # below 1. The first token whose cumulative probability is larger has a probability above 0.
         cumulative = (logits.double() / self.temperature).softmax(-1).cumsum(-1)
         point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
-        last_token = logits.shape[-1] - 1
-        return torch.searchsorted(cumulative, point).clamp(max=last_token)[:, 0]
+        tokens = torch.searchsorted(cumulative, point, right=True)[:, 0]
+        # No cumulative probability is larger if the logits are NaN.
+        return tokens.clamp(max=logits.shape[-1] - 1)
 
 
 def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> Answer:
@@ -374,3 +368,18 @@ def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> 
 def mean_logprob(logprobs: list[float]) -> float:
     """The mean of log-probabilities; NaN if there are none."""
     return float(torch.tensor(logprobs, dtype=torch.float64).mean())
+
+
+def _with_equal_factors(model: HookedModel, requests: Sequence[Request]) -> list[list[Request]]:
+    """The requests in groups that the model reads with the same factors of RoPE.
+
+    LongRoPE uses other factors beyond a length, and chooses them for a whole batch.
+    """
+    if boundary_of(model) is None:
+        return [list(requests)]
+
+    sides = sides_of(model, [{request.condition: request.sequence} for request in requests])
+    groups: dict[str, list[Request]] = {}
+    for request, side in zip(requests, sides, strict=True):
+        groups.setdefault(side, []).append(request)
+    return list(groups.values())

@@ -62,7 +62,7 @@ def served_answers(
     # All samples of a question read the same tokens.
     questions = {request.question: request for request in requests}
     longest = max(len(request.sequence) for request in requests)
-    most_tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
+    most_tokens = longest + max(sampling.new_tokens, server_probe.MOST_ANSWER_TOKENS)
     with connected(server, model, at_once, most_tokens) as connection:
         check_room(requests, sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
