@@ -124,7 +124,13 @@ def run_from_config(
             prompts[model],
             build_conditions(config.conditions, read_tokenizer(model)),
             build_analyses(config.analyses),
-            RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
+            RunOptions(
+                layers=config.layers,
+                seed=config.seed,
+                keep=keep,
+                memory=config.memory,
+                engine=config.engine,
+            ),
             dtype=config.dtype,
             device=config.device,
             verify=config.verify,
@@ -135,7 +141,7 @@ def run_from_config(
             paths=config.paths,
             values=config.values,
         )
-        result, is_new = compute(job, location, chosen_shard, chosen_executor, fresh)
+        result, is_new = compute(job, location, chosen_shard, chosen_executor, fresh=fresh)
         results.append(result)
         if is_new and "://" in location:  # a Path would make "s3:/bucket" of "s3://bucket"
             written.append(location)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import xarray as xr
@@ -18,7 +17,7 @@ from mechattn.contrast.table import CHANGE, DIFFERENCE_COLUMNS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
 from mechattn.pages.page import flat, sections_of, write_results
-from mechattn.pages.sections import HeadChoice
+from mechattn.pages.sections import Drawing, HeadChoice
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.arrays import names_of_means, with_texts_as
@@ -55,7 +54,6 @@ COLUMNS = (
 )
 # The figures that lead every page, so that they are not drawn again below.
 LEADING = ("attention_budget", "received_attention", "received_by_model")
-Figures = list[tuple[Callable, Mapping[str, Any]]]
 
 
 def report(
@@ -105,7 +103,7 @@ def report(
     return missing
 
 
-def figures_of(result: Result, layer: int | None = None) -> Figures:
+def figures_of(result: Result, layer: int | None = None) -> list[Drawing]:
     """The figures of a result, in the order of its analyses, without those that lead every page.
 
     Figures of a single layer show ``layer``, by default the first that was measured.
@@ -115,7 +113,7 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
     analysis_names = [analysis_class().name for analysis_class in ANALYSES]
 
     # By analysis; within an analysis, figures of one condition before those of a comparison.
-    figures_by_rank: dict[tuple[int, bool], Figures] = {}
+    drawings_by_rank: dict[tuple[int, bool], list[Drawing]] = {}
     for kind, figure in FIGURES.items():
         if kind in LEADING:
             continue
@@ -125,9 +123,9 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
             if dataset in analysis_names:
                 analysis_index = analysis_names.index(dataset)
             rank = (analysis_index, figure.compares)
-            figures_by_rank.setdefault(rank, []).append((figure.draw, options))
+            drawings_by_rank.setdefault(rank, []).append((figure.draw, options))
 
-    return [figure for rank in sorted(figures_by_rank) for figure in figures_by_rank[rank]]
+    return [drawing for rank in sorted(drawings_by_rank) for drawing in drawings_by_rank[rank]]
 
 
 def summary(result: Result) -> str:
@@ -176,15 +174,15 @@ def export_csv(paths: Sequence[str | Path], out: Path, memory: str = MEMORY) -> 
     missing = []
     for path in paths:
         result = load_result(path, memory=memory)
-        table, reasons = heads_table(result)
-        model_name = result.provenance["model"]["name"]
-        tables.append(table.assign(result=str(path), model=model_name))
+        table, refusals = heads_table(result)
+        if not table.empty:
+            model_name = result.provenance["model"]["name"]
+            tables.append(table.assign(result=str(path), model=model_name))
+        for refusal in refusals:
+            if len(paths) > 1:
+                refusal = f"{path}: {refusal}"
+            missing.append(refusal)
 
-        if len(paths) > 1:
-            reasons = [f"{path}: {reason}" for reason in reasons]
-        missing += reasons
-
-    tables = [table for table in tables if not table.empty]
     if not tables:
         raise OptionError(f"there is nothing to export: {missing[0]}")
     write_whole(out, lambda new_path: pd.concat(tables).to_csv(new_path, index=False))
@@ -255,18 +253,18 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     return table.reindex(columns=list(COLUMNS)), missing
 
 
-def _figures_of_any(results: Sequence[Result], layer: int | None) -> Figures:
+def _figures_of_any(results: Sequence[Result], layer: int | None) -> list[Drawing]:
     """The figures of the first result, and then those that only a later result has."""
-    figures: Figures = []
-    drawn_figures = []
+    drawings: list[Drawing] = []
+    distinct_figures = []
     for result in results:
         for draw, options in figures_of(result, layer):
             # A figure is drawn once, with the condition and layer of the first result that has it.
             figure = (draw, {**options, "condition": None, "layer": None})
-            if figure not in drawn_figures:
-                drawn_figures.append(figure)
-                figures.append((draw, options))
-    return figures
+            if figure not in distinct_figures:
+                distinct_figures.append(figure)
+                drawings.append((draw, options))
+    return drawings
 
 
 def _details(values: xr.DataArray) -> str:

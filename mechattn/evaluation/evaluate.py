@@ -139,12 +139,22 @@ def evaluate(
 
     with kept_answers(out, provenance) as file, _saying_what_is_kept(file, requests):
         _check_kept(file, requests)
-        todo = [request for request in requests if request.key not in file.answers]
+        open_requests = [request for request in requests if request.key not in file.answers]
         if server is None:
-            kept_count = len(requests) - len(todo)
-            answers = local_answers(reader, todo, sampling, batch, kept_count)
+            kept_count = len(requests) - len(open_requests)
+            answers = local_answers(
+                reader, open_requests, sampling, batch=batch, kept_count=kept_count
+            )
         else:
-            answers = served_answers(server, reader, requests, todo, sampling, batch, file)
+            answers = served_answers(
+                server,
+                reader,
+                requests,
+                open_requests=open_requests,
+                sampling=sampling,
+                at_once=batch,
+                file=file,
+            )
 
         with closing(answers):  # after an error, no more answers are requested
             for request, answer, text in answers:

@@ -144,7 +144,7 @@ def local_answers(
         ModelError: The model cannot generate.
     """
     native = native_of(model)
-    end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
+    end_ids = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
 
     shortest_first = sorted(requests, key=lambda request: len(request.sequence))
     with AnswerBar(len(requests), kept_count) as bar:
@@ -154,7 +154,7 @@ def local_answers(
                 group,
                 batch,
                 sampling.new_tokens,
-                end,
+                end_ids,
                 temperature=sampling.temperature,
                 seed=sampling.seed,
                 count_tokens=bar.add_tokens,
@@ -189,17 +189,17 @@ class AnswerBar(tqdm):
     def add_tokens(self, count: int) -> None:
         """Count new tokens, and show their number and rate."""
         self.token_count += count
-        seconds = max(self.format_dict["elapsed"], 1e-3)
+        seconds = max(self.format_dict["elapsed"], 1e-3)  # never 0
         text = f"{self.token_count:,} tokens, {self.token_count / seconds:,.0f} tokens/s"
         self.set_postfix_str(text, refresh=False)
-        self.update(0)
+        self.update(0)  # draws the bar if it was drawn long enough ago
 
 
 def answers(
     model: Any,
     requests: Sequence[Request],
     new_tokens: int,
-    end: frozenset[int],
+    end_ids: frozenset[int],
     temperature: float = 0.0,
 ) -> list[Answer]:
     """Generate one answer to each request, all in one batch.
@@ -208,13 +208,13 @@ def answers(
         model: The model without hooks.
         requests: The requested answers.
         new_tokens: The longest answer, in tokens.
-        end: The tokens that end an answer.
+        end_ids: The tokens that end an answer.
         temperature: 0 takes the likeliest token.
 
     Returns:
         The answers in the order of the requests.
     """
-    generation = Generation(model, requests, len(requests), new_tokens, end, temperature)
+    generation = Generation(model, requests, len(requests), new_tokens, end_ids, temperature)
     answers_by_number: dict[int, Answer] = {}
     while generation.is_open:
         answers_by_number |= generation.advance()
@@ -231,7 +231,7 @@ class Generation:
         requests: The requested answers, which are numbered by their indices.
         rows_at_once: The number of sequences in a batch.
         new_tokens: The longest answer, in tokens.
-        end: The tokens that end an answer.
+        end_ids: The tokens that end an answer.
         temperature: 0 takes the likeliest token.
         seed: The seed of the draws.
         count_tokens: Called with the number of new tokens after each step.
@@ -241,21 +241,21 @@ class Generation:
     requests: Sequence[Request]
     rows_at_once: int
     new_tokens: int
-    end: frozenset[int]
+    end_ids: frozenset[int]
     temperature: float = 0.0
     seed: int = 0
     count_tokens: Callable[[int], None] | None = None
     batch: GeneratingRows = field(init=False)
-    waiting: deque[int] = field(init=False)  # the numbers of requests that have not been read
+    waiting_numbers: deque[int] = field(init=False)  # of the requests that have not been read
 
     def __post_init__(self) -> None:
-        self.waiting = deque(range(len(self.requests)))
+        self.waiting_numbers = deque(range(len(self.requests)))
         self.batch = GeneratingRows(self.model)
 
     @property
     def is_open(self) -> bool:
         """Whether any answer has not ended."""
-        return len(self.waiting) + self.batch.open_count > 0
+        return len(self.waiting_numbers) + self.batch.open_count > 0
 
     def advance(self) -> dict[int, Answer]:
         """Generate until at least one answer ends, and return those that end, by number."""
@@ -281,8 +281,8 @@ class Generation:
             return {}  # all answers in the batch must end first
 
         free_count = self.rows_at_once - len(self.batch.rows)
-        count = min(free_count, len(self.waiting))
-        numbers = [self.waiting.popleft() for _ in range(count)]
+        count = min(free_count, len(self.waiting_numbers))
+        numbers = [self.waiting_numbers.popleft() for _ in range(count)]
         if not numbers:
             return {}
 
@@ -320,9 +320,9 @@ class Generation:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             written_count += 1
-            if token in self.end or len(row.tokens) == self.new_tokens:
+            if token in self.end_ids or len(row.tokens) == self.new_tokens:
                 row.is_ended = True
-                ended_answers[row.number] = until_end(row.tokens, row.logprobs, self.end)
+                ended_answers[row.number] = until_end(row.tokens, row.logprobs, self.end_ids)
 
         if self.count_tokens is not None:
             self.count_tokens(written_count)
@@ -335,12 +335,14 @@ class Generation:
         if self.temperature == 0:
             return logits.argmax(-1)
 
-        # Draws are keyed by prompt, sample and position, so batches do not change them.
+        # Draws are keyed by prompt, sample and position, so batches do not change them. The sample
+        # takes the place of a layer, since a token of an answer is drawn once for all layers.
         keys = []
         for row in rows:
-            request = row.request
-            position = torch.tensor([[row.length + 1]], device=logits.device)
-            keys.append(token_keys(self.seed, [request.prompt], position, request.sample, "answer"))
+            next_position = torch.tensor([[row.length + 1]], device=logits.device)
+            prompts = [row.request.prompt]
+            sample = row.request.sample
+            keys.append(token_keys(self.seed, prompts, next_position, sample, "answer"))
 
         # The point is uniform from 0 to the last cumulative probability, which rounding may leave
         # below 1. The first token whose cumulative probability is larger has a probability above 0.
@@ -351,16 +353,16 @@ class Generation:
         return tokens.clamp(max=logits.shape[-1] - 1)
 
 
-def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> Answer:
+def until_end(tokens: list[int], logprobs: list[float], end_ids: frozenset[int]) -> Answer:
     """The answer up to the first end token, whose log-probability is part of the mean.
 
     Args:
         tokens: The generated tokens.
         logprobs: The log-probability of each token, in nats.
-        end: The tokens that end an answer.
+        end_ids: The tokens that end an answer.
     """
     for index, token in enumerate(tokens):
-        if token in end:
+        if token in end_ids:
             return Answer(tuple(tokens[:index]), True, mean_logprob(logprobs[: index + 1]))
     return Answer(tuple(tokens), False, mean_logprob(logprobs))
 

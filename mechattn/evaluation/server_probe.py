@@ -206,7 +206,7 @@ def start_probe(
 
     probe_requests = [questions[question] for question in probe_questions]
     longest = max(len(request.sequence) for request in probe_requests)
-    new_tokens = min(MOST_ANSWER_TOKENS, connection.longest - longest)
+    new_tokens = min(MOST_ANSWER_TOKENS, connection.n_ctx - longest)
     completion_requests = {
         request.question: CompletionRequest(
             sent_prompts[request.question],

@@ -152,22 +152,22 @@ class WhileAnswering:
         return self.data.sel(condition=condition, segment=to)
 
     def _means(
-        self, prefix: str, answers: xr.Dataset, in_group: xr.DataArray, level: float
+        self, prefix: str, answers: xr.Dataset, mask: xr.DataArray, level: float
     ) -> dict[str, Any]:
-        """The columns of :meth:`table` on right or on wrong answers."""
-        indices = np.flatnonzero(in_group & answers.flow.notnull())
-        group = answers.isel(prompt=indices)
+        """The columns of :meth:`table` on the right or the wrong answers, which ``mask`` marks."""
+        indices = np.flatnonzero(mask & answers.flow.notnull())
+        measured = answers.isel(prompt=indices)
         # Both are means over units, since attention and its null could not be compared otherwise.
         units = self._units(indices)
-        values = units.means(group.flow.values)
-        uniform = units.means(group.uniform.values)
+        values = units.means(measured.flow.values)
+        uniform = units.means(measured.uniform.values)
 
         columns = {
             prefix: pd.Series(values).mean(),  # a Series, since numpy warns of the mean of nothing
             f"{prefix}_low": np.nan,
             f"{prefix}_high": np.nan,
             f"{prefix}_uniform": pd.Series(uniform).mean(),
-            f"{prefix}_tokens": pd.Series(group.tokens.values).mean(),
+            f"{prefix}_tokens": pd.Series(measured.tokens.values).mean(),
             f"{prefix}_n": len(indices),
         }
         if len(values) >= FEWEST:
@@ -228,38 +228,41 @@ class WhileAnswering:
 
 
 def matched_pairs(
-    tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
+    lengths: np.ndarray,
+    is_right: np.ndarray,
+    is_wrong: np.ndarray,
+    groups: np.ndarray | None = None,
 ) -> np.ndarray:
     """Pairs of a right and a wrong answer of about the same length.
 
     There are as many pairs as possible, and their lengths are as similar as possible.
 
     Args:
-        tokens: The length of each answer, in tokens [answer].
-        right: Which answers are right and measured [answer].
-        wrong: Which answers are wrong and measured [answer].
+        lengths: The length of each answer, in tokens [answer].
+        is_right: Which answers are right and measured [answer].
+        is_wrong: Which answers are wrong and measured [answer].
         groups: The group of each answer, from which its partner must be too; None without groups.
 
     Returns:
         The indices of the right and the wrong answer of each pair [pair 2].
     """
-    right_indices = np.flatnonzero(right)
-    wrong_indices = np.flatnonzero(wrong)
+    right_indices = np.flatnonzero(is_right)
+    wrong_indices = np.flatnonzero(is_wrong)
     if not len(right_indices) or not len(wrong_indices):
         return np.zeros((0, 2), dtype=int)
 
-    right_tokens = tokens[right_indices][:, None]
-    wrong_tokens = tokens[wrong_indices]
-    distance = np.abs(right_tokens - wrong_tokens)
-    longer = np.maximum(right_tokens, wrong_tokens)
-    allowed = distance <= np.maximum(_CALIPER * longer, 2)
+    right_lengths = lengths[right_indices][:, None]
+    wrong_lengths = lengths[wrong_indices]
+    distance = np.abs(right_lengths - wrong_lengths)
+    longer_length = np.maximum(right_lengths, wrong_lengths)
+    is_allowed = distance <= np.maximum(_CALIPER * longer_length, 2)
     if groups is not None:
-        allowed &= groups[right_indices][:, None] == groups[wrong_indices]
+        is_allowed &= groups[right_indices][:, None] == groups[wrong_indices]
 
     # A forbidden pair costs more than all allowed ones together, so it is taken only if it must be.
     forbidden_cost = 1.0 + distance.max() * min(distance.shape)
-    rows, columns = linear_sum_assignment(np.where(allowed, distance, forbidden_cost))
-    is_pair = allowed[rows, columns]
+    rows, columns = linear_sum_assignment(np.where(is_allowed, distance, forbidden_cost))
+    is_pair = is_allowed[rows, columns]
     return np.stack([right_indices[rows[is_pair]], wrong_indices[columns[is_pair]]], 1)
 
 

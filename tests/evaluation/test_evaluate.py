@@ -300,7 +300,7 @@ def test_a_batch_stays_full_while_problems_wait(toy, problems):
     read_last_tokens = generation.batch.read_last_tokens
 
     def counted():
-        open_rows.append((generation.batch.open_count, len(generation.waiting)))
+        open_rows.append((generation.batch.open_count, len(generation.waiting_numbers)))
         return read_last_tokens()
 
     generation.batch.read_last_tokens = counted
