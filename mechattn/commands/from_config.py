@@ -56,10 +56,7 @@ def build_conditions(
         OptionError: A name, kind or option is not allowed, or two conditions have the same name.
         ConditionError: The tokenizer cannot make about the default number of tokens from a text.
     """
-    counts: dict[str, int] = {}
-    if tokenizer is not None:
-        counts = _counts(sections, tokenizer)
-
+    counts = {} if tokenizer is None else _counts(sections, tokenizer)
     conditions: dict[str, prompt_conditions.Condition] = {}
     for name, section in sections.items():
         prompt_conditions.check_name(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -26,7 +27,7 @@ from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
 
 # The columns of an exported table.
-COLUMNS = (
+COLUMNS = [
     "result",
     "model",
     "quantity",
@@ -51,7 +52,7 @@ COLUMNS = (
     "level",
     "n",
     "n_of",
-)
+]
 # The figures that lead every page, so that they are not drawn again below.
 LEADING = ("attention_budget", "received_attention", "received_by_model")
 
@@ -110,7 +111,9 @@ def figures_of(result: Result, layer: int | None = None) -> list[Drawing]:
     """
     if layer is None:
         layer = int(result.provenance["measured_layers"][0])
-    analysis_names = [analysis_class().name for analysis_class in ANALYSES]
+    analysis_ranks: dict[str | None, int] = {
+        analysis_class().name: rank for rank, analysis_class in enumerate(ANALYSES)
+    }
 
     # By analysis; within an analysis, figures of one condition before those of a comparison.
     drawings_by_rank: dict[tuple[int, bool], list[Drawing]] = {}
@@ -119,10 +122,8 @@ def figures_of(result: Result, layer: int | None = None) -> list[Drawing]:
             continue
         for options in figure.in_report(result, layer):
             dataset = figure.dataset_name(result, options)
-            analysis_index = len(analysis_names)  # an analysis that the user wrote comes last
-            if dataset in analysis_names:
-                analysis_index = analysis_names.index(dataset)
-            rank = (analysis_index, figure.compares)
+            # An analysis that the user wrote comes last.
+            rank = (analysis_ranks.get(dataset, len(ANALYSES)), figure.compares)
             drawings_by_rank.setdefault(rank, []).append((figure.draw, options))
 
     return [drawing for rank in sorted(drawings_by_rank) for drawing in drawings_by_rank[rank]]
@@ -206,10 +207,8 @@ def export_netcdf(path: str | Path, out: Path) -> None:
     if out.exists():
         raise OptionError(f"{out} exists; choose another name, or delete it")
 
-    try:
-        import h5netcdf  # noqa: F401
-    except ImportError:
-        raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
+    if find_spec("h5netcdf") is None:
+        raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"')
 
     result = load_result(path)
     datasets = {}
@@ -248,9 +247,9 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
 
     if not tables:
         missing = missing or ["the run measured no numbers per head"]
-        return pd.DataFrame(columns=list(COLUMNS)), missing
+        return pd.DataFrame(columns=COLUMNS), missing
     table = pd.concat(tables, ignore_index=True)
-    return table.reindex(columns=list(COLUMNS)), missing
+    return table.reindex(columns=COLUMNS), missing
 
 
 def _figures_of_any(results: Sequence[Result], layer: int | None) -> list[Drawing]:

@@ -102,9 +102,7 @@ def evaluate(
     prompts = as_prompts(prompts)
     named_conditions = request_checks.with_baseline(conditions)
     if temperature is None:
-        temperature = 1.0
-        if samples == 1:
-            temperature = 0.0
+        temperature = 0.0 if samples == 1 else 1.0
     sampling = Sampling(new_tokens, samples, temperature, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
@@ -227,9 +225,7 @@ def baseline_noise(
 
     model = load_model(model)
     dtype = dtype_name(model)
-    other_dtype = "float32"
-    if dtype == "float32":
-        other_dtype = "bfloat16"
+    other_dtype = "bfloat16" if dtype == "float32" else "float32"
     twin = load_model(
         copy.deepcopy(native_of(model)),
         tokenizer=model.tokenizer,
@@ -253,8 +249,7 @@ def baseline_noise(
         f"{other_dtype}, batch {batch}": evaluate_baseline(twin, batch=batch),
     }
 
-    rows = [_changes(name, repetition, first) for name, repetition in runs.items()]
-    return pd.DataFrame(rows)
+    return pd.DataFrame([_changes(name, run, first) for name, run in runs.items()])
 
 
 def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
@@ -278,13 +273,12 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
                 "prompts with with_answer=False"
             )
 
-        kind = graders.grader_for(prompt.solution)
-        if grader == "number" and kind == "math":
-            raise PromptError(
-                f'the solution of prompt {prompt.id} does not end in a number; use grader="math"'
-            )
-
-        if kind == "math":
+        if graders.grader_for(prompt.solution) == "math":
+            if grader == "number":
+                raise PromptError(
+                    f"the solution of prompt {prompt.id} does not end in a number; use"
+                    ' grader="math"'
+                )
             graders.check_grader("math")
 
 
@@ -351,9 +345,7 @@ def _check_cut_edges(model: HookedModel, sequence: TokenSequence, name: str) -> 
     if masks_edges and "sliding_attention" not in layer_types:
         return
 
-    reason = "has layers with windows, whose cache is cut short"
-    if not masks_edges:
-        reason = "has ALiBi"
+    reason = "has layers with windows, whose cache is cut short" if masks_edges else "has ALiBi"
     raise OptionError(
         f"{name!r} cuts edges, and a {config.model_type} model {reason}: generation with cut edges"
         " is not supported here. Omit the condition"
@@ -377,13 +369,10 @@ def _provenance_here(
 
 def _provenance_of_served(reader: UnloadedModel, server: Server) -> dict[str, Any]:
     """The provenance of answers that says which model and which server generate them."""
-    served_model = None
-    if server.model is not None:
-        served_model = name_of(server.model)
     return {
         "model": name_of(str(reader.cfg.model_name)),
         "server": server.address,
-        "served_model": served_model,
+        "served_model": None if server.model is None else name_of(server.model),
     }
 
 
@@ -457,17 +446,17 @@ def _graded_answer(request: Request, answer: Answer, text: str, grader: Grader) 
     )
 
 
-def _changes(name: str, repetition: Evaluation, first: Evaluation) -> dict[str, Any]:
+def _changes(name: str, run: Evaluation, first: Evaluation) -> dict[str, Any]:
     """A row of :func:`baseline_noise`: how the answers of a run differ from those of the first."""
-    comparison = repetition.compare(BASELINE, other=first)
+    comparison = run.compare(BASELINE, other=first)
     figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
 
-    right = repetition.right(BASELINE)
-    is_other_text = repetition.to_dataframe().text != first.to_dataframe().text
+    is_right = run.right(BASELINE)
+    is_other_text = run.to_dataframe().text != first.to_dataframe().text
     return {
         "repetition": name,
-        "accuracy": float(right.mean()),
+        "accuracy": float(is_right.mean()),
         **figures,
-        "flipped": float((right != first.right(BASELINE)).mean()),
+        "flipped": float((is_right != first.right(BASELINE)).mean()),
         "texts": float(is_other_text.mean()),
     }

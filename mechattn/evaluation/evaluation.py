@@ -233,9 +233,8 @@ class Evaluation:
         second = other._restricted_to(list(self._problems())).right(to)
 
         units = self._units(unit)
-        has_single_answers = first.shape[1] == second.shape[1] == 1
         only_one_right = {}
-        if has_single_answers:
+        if first.shape[1] == second.shape[1] == 1:  # one answer to each problem
             mcnemar = paired_accuracy(first[:, 0], second[:, 0])
             if units.group_of_prompt is None:
                 return asdict(mcnemar) | {"test": "mcnemar"}
@@ -431,27 +430,31 @@ class Evaluation:
             )
 
         readable_answers = pd.Series(own_answers).dropna()
-        is_followed = []
-        is_kept = []
-        chances = []
+        rows = []
         for problem in distinct_problems:
             answer = answers[problem]
             source = sources[problem]
-            is_followed.append(answer == own_answers[source])
-            is_kept.append(answer == own_answers[problem])
             unrelated_answers = readable_answers.drop([problem, source])
-            # NaN if there is no unrelated prompt.
-            chances.append((unrelated_answers == answer).mean())
+            rows.append(
+                {
+                    "followed": answer == own_answers[source],
+                    "kept": answer == own_answers[problem],
+                    # NaN if there is no unrelated prompt.
+                    "by_chance": (unrelated_answers == answer).mean(),
+                }
+            )
 
+        table = pd.DataFrame(rows, dtype=float)
         units = self._restricted_to(distinct_problems)._units(unit)
-        interval = share_interval(units.means(np.array(is_followed, dtype=float)), level)
+        shares = pd.DataFrame(units.means(table.to_numpy()), columns=table.columns)
+        interval = share_interval(shares.followed.to_numpy(), level)
         return {
             "condition": condition,
             "followed": interval.estimate,
             "low": interval.low,
             "high": interval.high,
-            "kept": float(units.means(np.array(is_kept, dtype=float)).mean()),
-            "by_chance": float(units.means(np.array(chances)).mean()),
+            "kept": float(shares.kept.mean()),
+            "by_chance": float(shares.by_chance.mean()),
             "n": units.n,
             "alike": len(own_answers) - len(distinct_problems),
         }

@@ -99,9 +99,7 @@ def native_of(model: HookedModel) -> Any:
     """
     facts = facts_of(model)
     if facts is None or facts.native is None:
-        reason = "it has not gone through load_model"
-        if facts is not None:
-            reason = facts.why_not_native
+        reason = "it has not gone through load_model" if facts is None else facts.why_not_native
         raise ModelError(
             f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({reason})"
         )
@@ -340,9 +338,10 @@ class Generation:
         keys = []
         for row in rows:
             next_position = torch.tensor([[row.length + 1]], device=logits.device)
-            prompts = [row.request.prompt]
-            sample = row.request.sample
-            keys.append(token_keys(self.seed, prompts, next_position, sample, "answer"))
+            request = row.request
+            keys.append(
+                token_keys(self.seed, [request.prompt], next_position, request.sample, "answer")
+            )
 
         # The point is uniform from 0 to the last cumulative probability, which rounding may leave
         # below 1. The first token whose cumulative probability is larger has a probability above 0.

@@ -80,16 +80,17 @@ class PaddedPrompts:
         all_true = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
         self.is_token: Bool[Tensor, "row pos"] = padded(all_true, False)
 
-        tokens = [sequence.tokens for sequence in sequences]
-        self.tokens: Int[Tensor, "row pos"] = padded(tokens, 0)
-        position_ids = [sequence.position_ids for sequence in sequences]
-        self.position_ids: Int[Tensor, "row pos"] = padded(position_ids, 0)
-        segments = [sequence.segment for sequence in sequences]
-        self.segments: Int[Tensor, "row pos"] = padded(segments, PADDING)
-
+        self.tokens: Int[Tensor, "row pos"] = padded([sequence.tokens for sequence in sequences], 0)
+        self.position_ids: Int[Tensor, "row pos"] = padded(
+            [sequence.position_ids for sequence in sequences], 0
+        )
+        self.segments: Int[Tensor, "row pos"] = padded(
+            [sequence.segment for sequence in sequences], PADDING
+        )
         # The index of each token in the baseline; negative for inserted tokens and padding.
-        origins = [_origin(sequence) for sequence in sequences]
-        self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.length)
+        self.origin: Int[Tensor, "row pos"] = padded(
+            [_origin(sequence) for sequence in sequences], -1 - self.length
+        )
 
         # The cut edges, and which tokens of the prompt those of the answer see.
         edges = [edges_to_cut(sequence) for sequence in sequences]
@@ -268,13 +269,9 @@ class GeneratingRows:
 
         # All later tokens see the last one.
         self.visible = pad(self.visible, (0, 1), value=True)
-        mask = None
-        if self.needs_mask:
-            mask = self.visible.long()
-
         output = self.model(
             input_ids=torch.tensor(last_tokens, device=self.device)[:, None],
-            attention_mask=mask,
+            attention_mask=self.visible.long() if self.needs_mask else None,
             position_ids=torch.tensor(position_ids, device=self.device)[:, None],
             past_key_values=self.cache,
             use_cache=True,

@@ -293,19 +293,15 @@ def _record(
     first_references: Mapping[Question, Reference],
 ) -> dict[str, Any]:
     """The facts about a server in the record of its probe, with its first answers."""
-    # Either all prompts are sent as texts, or none is.
-    prompt_form = "token ids"
-    if any(isinstance(request.prompt, str) for request in requests.values()):
-        prompt_form = "text"
-    texts = [
-        [*question, reference.text, reference.prompt_logprobs]
-        for question, reference in first_references.items()
-    ]
+    are_texts = any(isinstance(request.prompt, str) for request in requests.values())
     return {
         "model": name_of(connection.model),
-        "sent": prompt_form,
+        "sent": "text" if are_texts else "token ids",
         "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
-        "texts": texts,
+        "texts": [
+            [*question, reference.text, reference.prompt_logprobs]
+            for question, reference in first_references.items()
+        ],
     }
 
 

@@ -13,7 +13,7 @@ import xarray as xr
 from scipy.optimize import linear_sum_assignment
 
 from mechattn.analysis.received_attention import SegmentFlow
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import SEGMENTS
 from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError, check_choice
@@ -133,9 +133,8 @@ class WhileAnswering:
         answers = self._answers(condition, to).stack(cell=("layer", "head"))
         table = self._pair_columns(answers, level)
         if table.beyond.isna().all():
-            where = ""
-            if self.units.group_of_prompt is not None:
-                where = f", both from one group, in at least {FEWEST} groups"
+            has_groups = self.units.group_of_prompt is not None
+            where = f", both from one group, in at least {FEWEST} groups" if has_groups else ""
             raise OptionError(
                 f"there are {table.pairs[0]} pairs of a right and a wrong answer of similar"
                 f" length under {condition!r}: at least {FEWEST} are needed{where}; evaluate more"
@@ -248,9 +247,6 @@ def matched_pairs(
     """
     right_indices = np.flatnonzero(is_right)
     wrong_indices = np.flatnonzero(is_wrong)
-    if not len(right_indices) or not len(wrong_indices):
-        return np.zeros((0, 2), dtype=int)
-
     right_lengths = lengths[right_indices][:, None]
     wrong_lengths = lengths[wrong_indices]
     distance = np.abs(right_lengths - wrong_lengths)
@@ -260,7 +256,7 @@ def matched_pairs(
         is_allowed &= groups[right_indices][:, None] == groups[wrong_indices]
 
     # A forbidden pair costs more than all allowed ones together, so it is taken only if it must be.
-    forbidden_cost = 1.0 + distance.max() * min(distance.shape)
+    forbidden_cost = 1.0 + distance.max(initial=0) * min(distance.shape)
     rows, columns = linear_sum_assignment(np.where(is_allowed, distance, forbidden_cost))
     is_pair = is_allowed[rows, columns]
     return np.stack([right_indices[rows[is_pair]], wrong_indices[columns[is_pair]]], 1)
@@ -346,10 +342,7 @@ def _condition_data(
     if not answered_prompts:
         raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
 
-    conditions = {}
-    if name != BASELINE:  # which every run has
-        conditions[name] = condition
-    result = measure(evaluation.answered(answered_prompts, name), conditions)
+    result = measure(evaluation.answered(answered_prompts, name), {name: condition})
     data = result["segment_flow"].sel(condition=name, segment="answer", drop=True)
 
     uniform = data.flow_uniform.broadcast_like(data.flow)
