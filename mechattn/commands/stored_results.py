@@ -131,8 +131,7 @@ def figures_of(result: Result, layer: int | None = None) -> list[Drawing]:
 
 def summary(result: Result) -> str:
     """A summary of a stored result as text: verdicts, quantities with their sizes, provenance."""
-    verdicts = verdict_sentences(ShownModel(result))
-    lines = [repr(result), "", *verdicts, ""]
+    lines = [repr(result), "", *verdict_sentences(ShownModel(result)), ""]
     for name, dataset in result.datasets.items():
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
         lines.append(f"{name}: {', '.join(sizes)}")
@@ -211,10 +210,10 @@ def export_netcdf(path: str | Path, out: Path) -> None:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"')
 
     result = load_result(path)
-    datasets = {}
-    for name, dataset in result.datasets.items():
-        # HDF5 accepts texts of no other dtype.
-        datasets[f"/{name}"] = with_texts_as(object, dataset)
+    datasets = {
+        f"/{name}": with_texts_as(object, dataset)  # HDF5 accepts texts of no other dtype
+        for name, dataset in result.datasets.items()
+    }
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new_path: tree.to_netcdf(new_path, engine="h5netcdf"))

@@ -129,8 +129,9 @@ class Evaluation:
             (answer.prompt, answer.sample): answer.right
             for answer in self._answers_under(condition)
         }
-        keys = product(self._problems(), range(self.samples))
-        is_right = [is_right_by_key.get(key) for key in keys]
+        is_right = [
+            is_right_by_key.get(key) for key in product(self._problems(), range(self.samples))
+        ]
         missing_count = is_right.count(None)
         if missing_count:
             raise OptionError(
@@ -287,8 +288,7 @@ class Evaluation:
         table = pd.DataFrame(rows)
 
         q = false_discovery(table.p.to_numpy())
-        after_p = table.columns.get_loc("p") + 1
-        table.insert(after_p, "q", q)
+        table.insert(table.columns.get_loc("p") + 1, "q", q)
         table.attrs = {
             "models": self.provenance.get("model", ""),
             "to": to,

@@ -371,13 +371,13 @@ def mean_logprob(logprobs: list[float]) -> float:
     return float(torch.tensor(logprobs, dtype=torch.float64).mean())
 
 
-def _with_equal_factors(model: HookedModel, requests: Sequence[Request]) -> list[list[Request]]:
+def _with_equal_factors(model: HookedModel, requests: list[Request]) -> list[list[Request]]:
     """The requests in groups that the model reads with the same factors of RoPE.
 
     LongRoPE uses other factors beyond a length, and chooses them for a whole batch.
     """
     if boundary_of(model) is None:
-        return [list(requests)]
+        return [requests]
 
     sides = sides_of(model, [{request.condition: request.sequence} for request in requests])
     groups: dict[str, list[Request]] = {}
