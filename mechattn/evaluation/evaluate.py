@@ -107,7 +107,8 @@ def evaluate(
     check_counts(batch=batch)
     _check_references(prompts, grader)
 
-    # With a server only the tokenizer is needed here; weights are used if they are loaded already.
+    # The model that reads the prompts. With a server only its tokenizer is needed here; weights are
+    # used if they are loaded already.
     reader: Any
     if server is None:
         reader = load_model(model)

@@ -25,7 +25,7 @@ from mechattn.model.weights import weights_hash
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval
 
-MOST_QUESTIONS = 16  # of the run
+MOST_QUESTIONS = 16  # of those of the run, drawn at random
 MOST_ANSWER_TOKENS = 32
 # The least fraction of answers that agree with the local model's. On the toys it is 1 in bfloat16,
 # and at most 0.75 with noise of 30 % of the weights' spread.
@@ -101,8 +101,8 @@ class Reference:
         if text == self.text.rstrip(_HALF_CHARACTER):
             return True
 
-        # The first token may differ if another one was about as likely. What follows it is not
-        # compared.
+        # The first token after the longest common beginning, which comes last here, may differ if
+        # another one was about as likely. What follows it is not compared.
         gaps = [gap for beginning, gap in self.gaps.items() if text.startswith(beginning)]
         return bool(gaps) and gaps[-1] < _TIE
 
