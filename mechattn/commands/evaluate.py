@@ -42,9 +42,16 @@ HEADER = (
     "unfinished",
 )
 
+# How the methods under the table name each test, and the intervals that go with it.
+TESTS = {
+    "mcnemar": "Wilson's and Newcombe's intervals, McNemar's test (mid-p)",
+    "sign_flip": "score and t intervals, sign flips, over {unit}",
+}
+
 
 def evaluate_from_config(
     path: Path,
+    *,
     server: str | None = None,
     served_model: str | None = None,
     server_key: str | None = None,
@@ -124,34 +131,31 @@ def evaluate_from_config(
 def accuracy_table(evaluation: Evaluation) -> str:
     """The accuracy of each condition as a Markdown table, after cautions and before the methods."""
     accuracies = evaluation.accuracy()
-    changes = {
-        condition: evaluation.compare(condition)
-        for condition in accuracies.condition
-        if condition != BASELINE
-    }
-    rows = []
-    for row in accuracies.to_dict("records"):
-        cells = [
-            row["condition"],
-            f"{100 * row['accuracy']:.1f} %",
-            f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
-        ]
-        if row["condition"] in changes:
-            cells += _change_cells(changes[row["condition"]])
-        else:
-            cells += [""] * 4
-        rows.append([*cells, row["unread"], row["unfinished"]])
-
-    baseline = accuracies.iloc[0]
     unit = accuracies.attrs["unit"]
-    methods = f"n = {baseline.n}; score interval, over {unit}."
-    if changes:
-        tests = f"score and t intervals, sign flips, over {unit}"
-        if any(change["test"] == "mid-p McNemar" for change in changes.values()):
-            tests = "Wilson's and Newcombe's intervals, McNemar's test (mid-p)"
+    figures_by_condition = accuracies.set_index("condition").to_dict("index")
+    test_name = None
+    rows = []
+    for condition, figures in figures_by_condition.items():
+        cells = {
+            "condition": condition,
+            "right": f"{100 * figures['accuracy']:.1f} %",
+            "95 %": f"{100 * figures['low']:.1f} to {100 * figures['high']:.1f}",
+            "unread": figures["unread"],
+            "unfinished": figures["unfinished"],
+        }
+        if condition != BASELINE:
+            change = evaluation.compare(condition)
+            test_name = change["test"]  # every condition has the same
+            cells |= _change_cells(change)
+        rows.append([cells.get(heading, "") for heading in HEADER])
+
+    baseline = figures_by_condition[BASELINE]
+    methods = f"n = {baseline['n']}; score interval, over {unit}."
+    if test_name is not None:
+        tests = TESTS[test_name].format(unit=unit)
         methods = (
-            f"n = {baseline.n}; {tests}; detectable: found with 80 % power. The"
-            f" {baseline.condition} can fall by {100 * baseline.accuracy:.1f} points."
+            f"n = {baseline['n']}; {tests}; detectable: found with 80 % power. The baseline can"
+            f" fall by {100 * baseline['accuracy']:.1f} points."
         )
     cautions = [f"**{caution}**" for caution in evaluation.cautions]
     return "\n\n".join([*cautions, markdown_table(HEADER, rows), methods])
@@ -177,18 +181,15 @@ def _server(
     return Server(**options)
 
 
-def _change_cells(change: Mapping[str, Any]) -> list[str]:
-    """The cells that compare a condition with the baseline, under the headings "against the
-    baseline", "p", "gained, lost" and "detectable"."""
+def _change_cells(change: Mapping[str, Any]) -> dict[str, str]:
+    """The cells that compare a condition with the baseline, by their headings."""
     difference = f"{100 * change['difference']:+.1f}"
     interval = f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
-    gained_and_lost = ""
-    if "only_first" in change:  # only with one answer per problem
-        gained_and_lost = f"{change['only_first']}, {change['only_second']}"
-
-    return [
-        f"{difference} {interval}",
-        f"{change['p']:.2g}",
-        gained_and_lost,
-        f"{100 * change['detectable']:.1f}",
-    ]
+    cells = {
+        "against the baseline, points": f"{difference} {interval}",
+        "p": f"{change['p']:.2g}",
+        "detectable, points": f"{100 * change['detectable']:.1f}",
+    }
+    if "only_first" in change:  # as with one answer per problem
+        cells["gained, lost"] = f"{change['only_first']}, {change['only_second']}"
+    return cells

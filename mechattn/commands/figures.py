@@ -156,9 +156,7 @@ def _subtitle(
     first_prompts = [model_prompts[0] for model_prompts in prompts.values()]
     templates = dict.fromkeys(TEMPLATES[prompt.template] for prompt in first_prompts)
     system = first_prompts[0].system
-    system_words = "without a system prompt"
-    if system:
-        system_words = f"after “{plain(system)}”"
+    system_words = f"after “{plain(system)}”" if system else "without a system prompt"
     count = len(next(iter(prompts.values())))  # every model has the same
     return (
         f"{_inserted_words(measurements)} ({_condition_name(condition)}), or the same number of"

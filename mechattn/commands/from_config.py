@@ -56,10 +56,7 @@ def build_conditions(
         OptionError: A name, kind or option is not allowed, or two conditions have the same name.
         ConditionError: The tokenizer cannot make about the default number of tokens from a text.
     """
-    counts: dict[str, int] = {}
-    if tokenizer is not None:
-        counts = _counts(sections, tokenizer)
-
+    counts = {} if tokenizer is None else _counts(sections, tokenizer)
     conditions: dict[str, prompt_conditions.Condition] = {}
     for name, section in sections.items():
         prompt_conditions.check_name(name)
@@ -189,19 +186,22 @@ def _variants(
     value_lists = {
         option: value for option, value in options.items() if isinstance(value, list) and value
     }
+    variants = []
     for values in product(*value_lists.values()):  # all are built, so that every value is checked
         variant_options = options | dict(zip(value_lists, values, strict=True))
-        condition = _build(condition_class, variant_options, where, ConditionSection.model_fields)
+        variants.append(
+            _build(condition_class, variant_options, where, ConditionSection.model_fields)
+        )
 
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
 
-    condition = _with_section_options(condition, section, where)
+    condition = _with_section_options(variants[0], section, where)
     if not value_lists:
         return {name: condition}
-    # The last condition will do, as sweep replaces its swept options.
+    # Any variant will do, as sweep replaces its swept options.
     swept_conditions = sweep(condition, **value_lists)
-    return {f"{name}, {values}": variant for values, variant in swept_conditions.items()}
+    return {f"{name}, {label}": variant for label, variant in swept_conditions.items()}
 
 
 def _with_section_options(condition: Any, section: ConditionSection, where: str) -> Any:
@@ -248,14 +248,15 @@ def _options_model(build: Callable) -> type[BaseModel]:
     hints = get_type_hints(build)
     options = {}
     for name, parameter in signature(build).parameters.items():
-        if name in ("self", "result", "results"):
+        if name in ("self", "result", "results"):  # what a figure draws is not an option
             continue
         default = parameter.default
         if default is parameter.empty:
             default = ...  # pydantic's mark of a required field
         options[name] = (hints[name], default)
 
-    # A field that repr leaves out is filled in before a run, and is not an option.
+    # A field that repr leaves out (calibrated_field of an analysis) is filled in before a run, and
+    # is not an option.
     if is_dataclass(build):
         for field in fields(build):
             if not field.repr:

@@ -304,7 +304,12 @@ def evaluate_config(
     from mechattn.commands.evaluate import accuracy_table, evaluate_from_config
 
     evaluations, written = evaluate_from_config(
-        config, server, served_model, server_key, system, _template(chat_template)
+        config,
+        server=server,
+        served_model=served_model,
+        server_key=server_key,
+        system=system,
+        template=_template(chat_template),
     )
     for model, evaluation in evaluations.items():
         _say(f"{model}\n{accuracy_table(evaluation)}\n")
@@ -364,7 +369,14 @@ def report(
     from mechattn.commands.stored_results import report as write_report
 
     missing = write_report(
-        results, out, layer, _head_numbers(heads), _command(), force, top, memory
+        results,
+        out,
+        layer=layer,
+        heads=_head_numbers(heads),
+        top=top,
+        command=_command(),
+        memory=memory,
+        force=force,
     )
     for sentence in missing:
         _say(f"Not shown: {sentence}", err=True)

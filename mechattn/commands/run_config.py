@@ -91,30 +91,25 @@ def run_from_config(
         workers=workers,
         values=values,
     )
-    command = ""
-    if words:
-        command = command_of(words, config.paths)
+    command = command_of(words, config.paths) if words else ""
     chosen_shard = parse_shard(shard)
     chosen_executor = executor_for(config.executor, config.address, config.workers)
     output = output_of(config)
     figures = page_figures(config, output)
 
     # Everything is checked that can be, before the first model is loaded.
+    check_location = check_result_location if fresh else check_result_or_location
     locations = {}
     for model, location in locations_of(config, output.result).items():
         locations[model] = shard_location(location, chosen_shard)
-        if fresh:
-            check_result_location(locations[model])
-        else:
-            check_result_or_location(locations[model])
+        check_location(locations[model])
     if output.page is not None:
         check_page_place(output.page, force)
     read_tokenizer = cache(tokenizer_named)  # each is read once
     chooses_heads = any(_chooses_heads(figure) for figure in figures)
     prompts = checked_prompts(config, read_tokenizer, figures, chooses_heads)
-    keep: Literal["prompts", "moments"] = "moments"
-    if chooses_heads:
-        keep = "prompts"  # heads are chosen on one half of the prompts and shown on the other
+    # Heads are chosen on one half of the prompts and shown on the other.
+    keep: Literal["prompts", "moments"] = "prompts" if chooses_heads else "moments"
 
     written: list[Path | str] = []
     results = []
@@ -124,7 +119,13 @@ def run_from_config(
             prompts[model],
             build_conditions(config.conditions, read_tokenizer(model)),
             build_analyses(config.analyses),
-            RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
+            RunOptions(
+                layers=config.layers,
+                seed=config.seed,
+                keep=keep,
+                memory=config.memory,
+                engine=config.engine,
+            ),
             dtype=config.dtype,
             device=config.device,
             verify=config.verify,
@@ -135,12 +136,11 @@ def run_from_config(
             paths=config.paths,
             values=config.values,
         )
-        result, is_new = compute(job, location, chosen_shard, chosen_executor, fresh)
+        result, is_new = compute(job, location, chosen_shard, chosen_executor, fresh=fresh)
         results.append(result)
-        if is_new and "://" in location:  # a Path would make "s3:/bucket" of "s3://bucket"
-            written.append(location)
-        elif is_new:
-            written.append(Path(location))
+        if is_new:
+            # A Path would make "s3:/bucket" of "s3://bucket".
+            written.append(location if "://" in location else Path(location))
 
     if output.page is None or chosen_shard != WHOLE:
         return written
@@ -169,9 +169,7 @@ def output_of(config: Config) -> OutputSection:
 
 def head_choice(output: OutputSection) -> HeadChoice:
     """The heads of the lines that lead the page."""
-    heads = None
-    if output.heads is not None:
-        heads = _listed(output.heads)
+    heads = None if output.heads is None else _listed(output.heads)
     return HeadChoice(output.layer, heads, output.top)
 
 
@@ -310,7 +308,7 @@ def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
         options = {"layer": layer, "top": output.top}
 
     figures = []
-    for condition in list(build_conditions(config.conditions)) or [BASELINE]:
+    for condition in build_conditions(config.conditions) or [BASELINE]:
         section = {"kind": "received_attention", "condition": condition, **options}
         figures.append(FigureSection.model_validate(section))
     return figures
@@ -447,11 +445,12 @@ def _analyses_for(figure: FigureSection, options: Mapping[str, Any], where: str)
             kind for kind, analysis_class in ANALYSES.items() if analysis_class().name == dataset
         ]
 
-    kinds = []
-    for kind, analysis_class in ANALYSES.items():
-        quantities = {name.removesuffix("_by_segment") for name in analysis_class().quantities}
-        if options["quantity"] in quantities:
-            kinds.append(kind)
+    quantity = options["quantity"]
+    kinds = [
+        kind
+        for kind, analysis_class in ANALYSES.items()
+        if quantity in {name.removesuffix("_by_segment") for name in analysis_class().quantities}
+    ]
     if not kinds:
-        raise OptionError(f"{where}.quantity = {options['quantity']!r}: no analysis measures it")
+        raise OptionError(f"{where}.quantity = {quantity!r}: no analysis measures it")
     return kinds

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import xarray as xr
@@ -18,7 +18,7 @@ from mechattn.contrast.table import CHANGE_COLUMNS, DIFFERENCE_COLUMNS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
 from mechattn.pages.page import flat, sections_of, write_results
-from mechattn.pages.sections import HeadChoice
+from mechattn.pages.sections import Drawing, HeadChoice
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.arrays import names_of_means, with_texts_as
@@ -27,7 +27,7 @@ from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
 
 # The columns of an exported table.
-COLUMNS = (
+COLUMNS = [
     "result",
     "model",
     "quantity",
@@ -52,21 +52,21 @@ COLUMNS = (
     "level",
     "n",
     "n_of",
-)
+]
 # The figures that lead every page, so that they are not drawn again below.
 LEADING = ("attention_budget", "received_attention", "received_by_model")
-Figures = list[tuple[Callable, Mapping[str, Any]]]
 
 
 def report(
     paths: Sequence[str | Path],
     out: str | Path,
+    *,
     layer: int | None = None,
     heads: Sequence[int] | None = None,
-    command: str = "",
-    force: bool = False,
     top: int = 3,
+    command: str = "",
     memory: str = MEMORY,
+    force: bool = False,
 ) -> list[str]:
     """Write a page of stored results with all their figures.
 
@@ -76,10 +76,10 @@ def report(
         layer: The layer of the figures; by default that of the head that changes most for the lines
             that lead the page, and the first that was measured for all others.
         heads: The heads of the lines; by default the data choose them.
-        command: The command line, which the page repeats.
-        force: Whether a page that mechattn did not write is replaced.
         top: The number of heads to choose.
+        command: The command line, which the page repeats.
         memory: How much memory each figure may take, as for ``load_result``.
+        force: Whether a page that mechattn did not write is replaced.
 
     Returns:
         The figures that could not be shown, each with the reason.
@@ -104,35 +104,34 @@ def report(
     return missing
 
 
-def figures_of(result: Result, layer: int | None = None) -> Figures:
+def figures_of(result: Result, layer: int | None = None) -> list[Drawing]:
     """The figures of a result, in the order of its analyses, without those that lead every page.
 
     Figures of a single layer show ``layer``, by default the first that was measured.
     """
     if layer is None:
         layer = int(result.provenance["measured_layers"][0])
-    analysis_names = [analysis_class().name for analysis_class in ANALYSES]
+    analysis_ranks: dict[str | None, int] = {
+        analysis_class().name: rank for rank, analysis_class in enumerate(ANALYSES)
+    }
 
     # By analysis; within an analysis, figures of one condition before those of a comparison.
-    figures_by_rank: dict[tuple[int, bool], Figures] = {}
+    drawings_by_rank: dict[tuple[int, bool], list[Drawing]] = {}
     for kind, figure in FIGURES.items():
         if kind in LEADING:
             continue
         for options in figure.in_report(result, layer):
             dataset = figure.dataset_name(result, options)
-            analysis_index = len(analysis_names)  # an analysis that the user wrote comes last
-            if dataset in analysis_names:
-                analysis_index = analysis_names.index(dataset)
-            rank = (analysis_index, figure.compares)
-            figures_by_rank.setdefault(rank, []).append((figure.draw, options))
+            # An analysis that the user wrote comes last.
+            rank = (analysis_ranks.get(dataset, len(ANALYSES)), figure.compares)
+            drawings_by_rank.setdefault(rank, []).append((figure.draw, options))
 
-    return [figure for rank in sorted(figures_by_rank) for figure in figures_by_rank[rank]]
+    return [drawing for rank in sorted(drawings_by_rank) for drawing in drawings_by_rank[rank]]
 
 
 def summary(result: Result) -> str:
     """A summary of a stored result as text: verdicts, quantities with their sizes, provenance."""
-    verdicts = verdict_sentences(ShownModel(result))
-    lines = [repr(result), "", *verdicts, ""]
+    lines = [repr(result), "", *verdict_sentences(ShownModel(result)), ""]
     for name, dataset in result.datasets.items():
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
         lines.append(f"{name}: {', '.join(sizes)}")
@@ -175,15 +174,15 @@ def export_csv(paths: Sequence[str | Path], out: Path, memory: str = MEMORY) -> 
     missing = []
     for path in paths:
         result = load_result(path, memory=memory)
-        table, reasons = heads_table(result)
-        model_name = result.provenance["model"]["name"]
-        tables.append(table.assign(result=str(path), model=model_name))
+        table, refusals = heads_table(result)
+        if not table.empty:
+            model_name = result.provenance["model"]["name"]
+            tables.append(table.assign(result=str(path), model=model_name))
+        for refusal in refusals:
+            if len(paths) > 1:
+                refusal = f"{path}: {refusal}"
+            missing.append(refusal)
 
-        if len(paths) > 1:
-            reasons = [f"{path}: {reason}" for reason in reasons]
-        missing += reasons
-
-    tables = [table for table in tables if not table.empty]
     if not tables:
         raise OptionError(f"there is nothing to export: {missing[0]}")
     write_whole(out, lambda new_path: pd.concat(tables).to_csv(new_path, index=False))
@@ -207,16 +206,14 @@ def export_netcdf(path: str | Path, out: Path) -> None:
     if out.exists():
         raise OptionError(f"{out} exists; choose another name, or delete it")
 
-    try:
-        import h5netcdf  # noqa: F401
-    except ImportError:
-        raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
+    if find_spec("h5netcdf") is None:
+        raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"')
 
     result = load_result(path)
-    datasets = {}
-    for name, dataset in result.datasets.items():
-        # HDF5 accepts texts of no other dtype.
-        datasets[f"/{name}"] = with_texts_as(object, dataset)
+    datasets = {
+        f"/{name}": with_texts_as(object, dataset)  # HDF5 accepts texts of no other dtype
+        for name, dataset in result.datasets.items()
+    }
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new_path: tree.to_netcdf(new_path, engine="h5netcdf"))
@@ -249,23 +246,23 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
 
     if not tables:
         missing = missing or ["the run measured no numbers per head"]
-        return pd.DataFrame(columns=list(COLUMNS)), missing
+        return pd.DataFrame(columns=COLUMNS), missing
     table = pd.concat(tables, ignore_index=True)
-    return table.reindex(columns=list(COLUMNS)), missing
+    return table.reindex(columns=COLUMNS), missing
 
 
-def _figures_of_any(results: Sequence[Result], layer: int | None) -> Figures:
+def _figures_of_any(results: Sequence[Result], layer: int | None) -> list[Drawing]:
     """The figures of the first result, and then those that only a later result has."""
-    figures: Figures = []
-    drawn_figures = []
+    drawings: list[Drawing] = []
+    distinct_figures = []
     for result in results:
         for draw, options in figures_of(result, layer):
             # A figure is drawn once, with the condition and layer of the first result that has it.
             figure = (draw, {**options, "condition": None, "layer": None})
-            if figure not in drawn_figures:
-                drawn_figures.append(figure)
-                figures.append((draw, options))
-    return figures
+            if figure not in distinct_figures:
+                distinct_figures.append(figure)
+                drawings.append((draw, options))
+    return drawings
 
 
 def _details(values: xr.DataArray) -> str:

@@ -254,7 +254,7 @@ def _check_same_run(
 
     stored_conditions = stored_provenance.get("conditions", {})
     for name, identity in facts.get("conditions", {}).items():
-        if stored_conditions.get(name, identity) != identity:
+        if name in stored_conditions and stored_conditions[name] != identity:
             differences.append(f"the condition {name!r}")
 
     if differences:

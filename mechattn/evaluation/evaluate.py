@@ -35,6 +35,7 @@ from mechattn.evaluation.server import Server
 from mechattn.model.architectures import particulars_of
 from mechattn.model.hooked import HookedModel, alone, config_of, holding, measuring
 from mechattn.model.load import load_model
+from mechattn.model.positions import boundary_of
 from mechattn.model.unloaded import UnloadedModel, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
@@ -101,14 +102,13 @@ def evaluate(
     prompts = as_prompts(prompts)
     named_conditions = request_checks.with_baseline(conditions)
     if temperature is None:
-        temperature = 1.0
-        if samples == 1:
-            temperature = 0.0
+        temperature = 0.0 if samples == 1 else 1.0
     sampling = Sampling(new_tokens, samples, temperature, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
 
-    # With a server only the tokenizer is needed here; weights are used if they are loaded already.
+    # The model that reads the prompts. With a server only its tokenizer is needed here; weights are
+    # used if they are loaded already.
     reader: Any
     if server is None:
         reader = load_model(model)
@@ -138,12 +138,22 @@ def evaluate(
 
     with kept_answers(out, provenance) as file, _saying_what_is_kept(file, requests):
         _check_kept(file, requests)
-        todo = [request for request in requests if request.key not in file.answers]
+        open_requests = [request for request in requests if request.key not in file.answers]
         if server is None:
-            kept_count = len(requests) - len(todo)
-            answers = local_answers(reader, todo, sampling, batch, kept_count)
+            kept_count = len(requests) - len(open_requests)
+            answers = local_answers(
+                reader, open_requests, sampling, batch=batch, kept_count=kept_count
+            )
         else:
-            answers = served_answers(server, reader, requests, todo, sampling, batch, file)
+            answers = served_answers(
+                server,
+                reader,
+                requests,
+                open_requests=open_requests,
+                sampling=sampling,
+                at_once=batch,
+                file=file,
+            )
 
         with closing(answers):  # after an error, no more answers are requested
             for request, answer, text in answers:
@@ -216,9 +226,7 @@ def baseline_noise(
 
     model = load_model(model)
     dtype = dtype_name(model)
-    other_dtype = "float32"
-    if dtype == "float32":
-        other_dtype = "bfloat16"
+    other_dtype = "bfloat16" if dtype == "float32" else "float32"
     twin = load_model(
         copy.deepcopy(native_of(model)),
         tokenizer=model.tokenizer,
@@ -242,8 +250,7 @@ def baseline_noise(
         f"{other_dtype}, batch {batch}": evaluate_baseline(twin, batch=batch),
     }
 
-    rows = [_changes(name, repetition, first) for name, repetition in runs.items()]
-    return pd.DataFrame(rows)
+    return pd.DataFrame([_changes(name, run, first) for name, run in runs.items()])
 
 
 def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
@@ -267,13 +274,12 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
                 "prompts with with_answer=False"
             )
 
-        kind = graders.grader_for(prompt.solution)
-        if grader == "number" and kind == "math":
-            raise PromptError(
-                f'the solution of prompt {prompt.id} does not end in a number; use grader="math"'
-            )
-
-        if kind == "math":
+        if graders.grader_for(prompt.solution) == "math":
+            if grader == "number":
+                raise PromptError(
+                    f"the solution of prompt {prompt.id} does not end in a number; use"
+                    ' grader="math"'
+                )
             graders.check_grader("math")
 
 
@@ -340,9 +346,7 @@ def _check_cut_edges(model: HookedModel, sequence: TokenSequence, name: str) -> 
     if masks_edges and "sliding_attention" not in layer_types:
         return
 
-    reason = "has layers with windows, whose cache is cut short"
-    if not masks_edges:
-        reason = "has ALiBi"
+    reason = "has layers with windows, whose cache is cut short" if masks_edges else "has ALiBi"
     raise OptionError(
         f"{name!r} cuts edges, and a {config.model_type} model {reason}: generation with cut edges"
         " is not supported here. Omit the condition"
@@ -358,21 +362,18 @@ def _provenance_here(
         "weights_hash": weights_hash(model),
         "dtype": dtype_name(model),
     }
-    sides = request_checks.sides_of(model, sequences)
-    if None not in sides:  # of a LongRoPE model
+    if boundary_of(model) is not None:  # as for LongRoPE
+        sides = request_checks.sides_of(model, sequences)
         provenance["rope_factors"] = dict(Counter(sides))
     return provenance
 
 
 def _provenance_of_served(reader: UnloadedModel, server: Server) -> dict[str, Any]:
     """The provenance of answers that says which model and which server generate them."""
-    served_model = None
-    if server.model is not None:
-        served_model = name_of(server.model)
     return {
         "model": name_of(str(reader.cfg.model_name)),
         "server": server.address,
-        "served_model": served_model,
+        "served_model": None if server.model is None else name_of(server.model),
     }
 
 
@@ -446,17 +447,17 @@ def _graded_answer(request: Request, answer: Answer, text: str, grader: Grader) 
     )
 
 
-def _changes(name: str, repetition: Evaluation, first: Evaluation) -> dict[str, Any]:
+def _changes(name: str, run: Evaluation, first: Evaluation) -> dict[str, Any]:
     """A row of :func:`baseline_noise`: how the answers of a run differ from those of the first."""
-    comparison = repetition.compare(BASELINE, other=first)
+    comparison = run.compare(BASELINE, other=first)
     figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
 
-    right = repetition.right(BASELINE)
-    is_other_text = repetition.to_dataframe().text != first.to_dataframe().text
+    is_right = run.right(BASELINE)
+    is_other_text = run.to_dataframe().text != first.to_dataframe().text
     return {
         "repetition": name,
-        "accuracy": float(right.mean()),
+        "accuracy": float(is_right.mean()),
         **figures,
-        "flipped": float((right != first.right(BASELINE)).mean()),
+        "flipped": float((is_right != first.right(BASELINE)).mean()),
         "texts": float(is_other_text.mean()),
     }

@@ -129,8 +129,9 @@ class Evaluation:
             (answer.prompt, answer.sample): answer.right
             for answer in self._answers_under(condition)
         }
-        keys = product(self._problems(), range(self.samples))
-        is_right = [is_right_by_key.get(key) for key in keys]
+        is_right = [
+            is_right_by_key.get(key) for key in product(self._problems(), range(self.samples))
+        ]
         missing_count = is_right.count(None)
         if missing_count:
             raise OptionError(
@@ -212,7 +213,7 @@ class Evaluation:
 
         Returns:
             "difference", from -1 to 1, with "low" and "high" at 95 %; "p", and "test", which is
-            "mid-p McNemar" or "sign flips"; "n", the number of problems or of their groups;
+            "mcnemar" or "sign_flip"; "n", the number of problems or of their groups;
             "detectable", the smallest difference that would be found with 80 % power, NaN if there
             is none; and with one answer per problem "only_first" and "only_second", the numbers of
             problems that are right under only one of the two.
@@ -233,12 +234,11 @@ class Evaluation:
         second = other._restricted_to(list(self._problems())).right(to)
 
         units = self._units(unit)
-        has_single_answers = first.shape[1] == second.shape[1] == 1
         only_one_right = {}
-        if has_single_answers:
+        if first.shape[1] == second.shape[1] == 1:  # one answer to each problem
             mcnemar = paired_accuracy(first[:, 0], second[:, 0])
             if units.group_of_prompt is None:
-                return asdict(mcnemar) | {"test": "mid-p McNemar"}
+                return asdict(mcnemar) | {"test": "mcnemar"}
             # Of McNemar's figures only the counts hold for problems that share groups.
             only_one_right = {
                 "only_first": mcnemar.only_first,
@@ -255,7 +255,7 @@ class Evaluation:
             **only_one_right,
             "n": units.n,
             "detectable": share_deviation(differences) * detectable_size(units.n),
-            "test": "sign flips",
+            "test": "sign_flip",
         }
 
     def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:
@@ -288,8 +288,7 @@ class Evaluation:
         table = pd.DataFrame(rows)
 
         q = false_discovery(table.p.to_numpy())
-        after_p = table.columns.get_loc("p") + 1
-        table.insert(after_p, "q", q)
+        table.insert(table.columns.get_loc("p") + 1, "q", q)
         table.attrs = {
             "models": self.provenance.get("model", ""),
             "to": to,
@@ -431,27 +430,31 @@ class Evaluation:
             )
 
         readable_answers = pd.Series(own_answers).dropna()
-        is_followed = []
-        is_kept = []
-        chances = []
+        rows = []
         for problem in distinct_problems:
             answer = answers[problem]
             source = sources[problem]
-            is_followed.append(answer == own_answers[source])
-            is_kept.append(answer == own_answers[problem])
             unrelated_answers = readable_answers.drop([problem, source])
-            # NaN if there is no unrelated prompt.
-            chances.append((unrelated_answers == answer).mean())
+            rows.append(
+                {
+                    "followed": answer == own_answers[source],
+                    "kept": answer == own_answers[problem],
+                    # NaN if there is no unrelated prompt.
+                    "by_chance": (unrelated_answers == answer).mean(),
+                }
+            )
 
+        table = pd.DataFrame(rows, dtype=float)
         units = self._restricted_to(distinct_problems)._units(unit)
-        interval = share_interval(units.means(np.array(is_followed, dtype=float)), level)
+        shares = pd.DataFrame(units.means(table.to_numpy()), columns=table.columns)
+        interval = share_interval(shares.followed.to_numpy(), level)
         return {
             "condition": condition,
             "followed": interval.estimate,
             "low": interval.low,
             "high": interval.high,
-            "kept": float(units.means(np.array(is_kept, dtype=float)).mean()),
-            "by_chance": float(units.means(np.array(chances)).mean()),
+            "kept": float(shares.kept.mean()),
+            "by_chance": float(shares.by_chance.mean()),
             "n": units.n,
             "alike": len(own_answers) - len(distinct_problems),
         }

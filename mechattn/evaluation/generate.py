@@ -10,7 +10,6 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from numbers import Real
 from typing import Any
 
@@ -37,6 +36,7 @@ from mechattn.model.hooked import (
     measuring,
 )
 from mechattn.model.hooks import last_logits_only
+from mechattn.model.positions import boundary_of
 from mechattn.model.unloaded import end_tokens
 from mechattn.prompts.prompt import LARGEST_COUNT
 
@@ -99,9 +99,7 @@ def native_of(model: HookedModel) -> Any:
     """
     facts = facts_of(model)
     if facts is None or facts.native is None:
-        reason = "it has not gone through load_model"
-        if facts is not None:
-            reason = facts.why_not_native
+        reason = "it has not gone through load_model" if facts is None else facts.why_not_native
         raise ModelError(
             f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({reason})"
         )
@@ -144,24 +142,17 @@ def local_answers(
         ModelError: The model cannot generate.
     """
     native = native_of(model)
-    end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
+    end_ids = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
 
-    # LongRoPE uses other factors beyond a length, and chooses them for a whole batch, so sequences
-    # on each side of that length are generated apart. For other models ``sides`` is empty.
     shortest_first = sorted(requests, key=lambda request: len(request.sequence))
-    sides = sides_of(model, [{request.condition: request.sequence} for request in shortest_first])
-    requests_by_side: dict[str | None, list[Request]] = {}
-    for request, side in zip_longest(shortest_first, sides):
-        requests_by_side.setdefault(side, []).append(request)
-
     with AnswerBar(len(requests), kept_count) as bar:
-        for group in requests_by_side.values():
+        for group in _with_equal_factors(model, shortest_first):
             generation = Generation(
                 native,
                 group,
                 batch,
                 sampling.new_tokens,
-                end,
+                end_ids,
                 temperature=sampling.temperature,
                 seed=sampling.seed,
                 count_tokens=bar.add_tokens,
@@ -196,17 +187,17 @@ class AnswerBar(tqdm):
     def add_tokens(self, count: int) -> None:
         """Count new tokens, and show their number and rate."""
         self.token_count += count
-        seconds = max(self.format_dict["elapsed"], 1e-3)
+        seconds = max(self.format_dict["elapsed"], 1e-3)  # never 0
         text = f"{self.token_count:,} tokens, {self.token_count / seconds:,.0f} tokens/s"
         self.set_postfix_str(text, refresh=False)
-        self.update(0)
+        self.update(0)  # draws the bar if it was drawn long enough ago
 
 
 def answers(
     model: Any,
     requests: Sequence[Request],
     new_tokens: int,
-    end: frozenset[int],
+    end_ids: frozenset[int],
     temperature: float = 0.0,
 ) -> list[Answer]:
     """Generate one answer to each request, all in one batch.
@@ -215,13 +206,13 @@ def answers(
         model: The model without hooks.
         requests: The requested answers.
         new_tokens: The longest answer, in tokens.
-        end: The tokens that end an answer.
+        end_ids: The tokens that end an answer.
         temperature: 0 takes the likeliest token.
 
     Returns:
         The answers in the order of the requests.
     """
-    generation = Generation(model, requests, len(requests), new_tokens, end, temperature)
+    generation = Generation(model, requests, len(requests), new_tokens, end_ids, temperature)
     answers_by_number: dict[int, Answer] = {}
     while generation.is_open:
         answers_by_number |= generation.advance()
@@ -238,7 +229,7 @@ class Generation:
         requests: The requested answers, which are numbered by their indices.
         rows_at_once: The number of sequences in a batch.
         new_tokens: The longest answer, in tokens.
-        end: The tokens that end an answer.
+        end_ids: The tokens that end an answer.
         temperature: 0 takes the likeliest token.
         seed: The seed of the draws.
         count_tokens: Called with the number of new tokens after each step.
@@ -248,21 +239,21 @@ class Generation:
     requests: Sequence[Request]
     rows_at_once: int
     new_tokens: int
-    end: frozenset[int]
+    end_ids: frozenset[int]
     temperature: float = 0.0
     seed: int = 0
     count_tokens: Callable[[int], None] | None = None
     batch: GeneratingRows = field(init=False)
-    waiting: deque[int] = field(init=False)  # the numbers of requests that have not been read
+    waiting_numbers: deque[int] = field(init=False)  # of the requests that have not been read
 
     def __post_init__(self) -> None:
-        self.waiting = deque(range(len(self.requests)))
+        self.waiting_numbers = deque(range(len(self.requests)))
         self.batch = GeneratingRows(self.model)
 
     @property
     def is_open(self) -> bool:
         """Whether any answer has not ended."""
-        return len(self.waiting) + self.batch.open_count > 0
+        return len(self.waiting_numbers) + self.batch.open_count > 0
 
     def advance(self) -> dict[int, Answer]:
         """Generate until at least one answer ends, and return those that end, by number."""
@@ -288,8 +279,8 @@ class Generation:
             return {}  # all answers in the batch must end first
 
         free_count = self.rows_at_once - len(self.batch.rows)
-        count = min(free_count, len(self.waiting))
-        numbers = [self.waiting.popleft() for _ in range(count)]
+        count = min(free_count, len(self.waiting_numbers))
+        numbers = [self.waiting_numbers.popleft() for _ in range(count)]
         if not numbers:
             return {}
 
@@ -327,9 +318,9 @@ class Generation:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             written_count += 1
-            if token in self.end or len(row.tokens) == self.new_tokens:
+            if token in self.end_ids or len(row.tokens) == self.new_tokens:
                 row.is_ended = True
-                ended_answers[row.number] = until_end(row.tokens, row.logprobs, self.end)
+                ended_answers[row.number] = until_end(row.tokens, row.logprobs, self.end_ids)
 
         if self.count_tokens is not None:
             self.count_tokens(written_count)
@@ -342,31 +333,35 @@ class Generation:
         if self.temperature == 0:
             return logits.argmax(-1)
 
-        # Draws are keyed by prompt, sample and position, so batches do not change them.
+        # Draws are keyed by prompt, sample and position, so batches do not change them. The sample
+        # takes the place of a layer, since a token of an answer is drawn once for all layers.
         keys = []
         for row in rows:
+            next_position = torch.tensor([[row.length + 1]], device=logits.device)
             request = row.request
-            position = torch.tensor([[row.length + 1]], device=logits.device)
-            keys.append(token_keys(self.seed, [request.prompt], position, request.sample, "answer"))
+            keys.append(
+                token_keys(self.seed, [request.prompt], next_position, request.sample, "answer")
+            )
 
-        # The point is uniform up to the last cumulative probability, which rounding may leave below
-        # 1.
+        # The point is uniform from 0 to the last cumulative probability, which rounding may leave
+        # below 1. The first token whose cumulative probability is larger has a probability above 0.
         cumulative = (logits.double() / self.temperature).softmax(-1).cumsum(-1)
         point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
-        last_token = logits.shape[-1] - 1
-        return torch.searchsorted(cumulative, point).clamp(max=last_token)[:, 0]
+        tokens = torch.searchsorted(cumulative, point, right=True)[:, 0]
+        # No cumulative probability is larger if the logits are NaN.
+        return tokens.clamp(max=logits.shape[-1] - 1)
 
 
-def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> Answer:
+def until_end(tokens: list[int], logprobs: list[float], end_ids: frozenset[int]) -> Answer:
     """The answer up to the first end token, whose log-probability is part of the mean.
 
     Args:
         tokens: The generated tokens.
         logprobs: The log-probability of each token, in nats.
-        end: The tokens that end an answer.
+        end_ids: The tokens that end an answer.
     """
     for index, token in enumerate(tokens):
-        if token in end:
+        if token in end_ids:
             return Answer(tuple(tokens[:index]), True, mean_logprob(logprobs[: index + 1]))
     return Answer(tuple(tokens), False, mean_logprob(logprobs))
 
@@ -374,3 +369,18 @@ def until_end(tokens: list[int], logprobs: list[float], end: frozenset[int]) -> 
 def mean_logprob(logprobs: list[float]) -> float:
     """The mean of log-probabilities; NaN if there are none."""
     return float(torch.tensor(logprobs, dtype=torch.float64).mean())
+
+
+def _with_equal_factors(model: HookedModel, requests: list[Request]) -> list[list[Request]]:
+    """The requests in groups that the model reads with the same factors of RoPE.
+
+    LongRoPE uses other factors beyond a length, and chooses them for a whole batch.
+    """
+    if boundary_of(model) is None:
+        return [requests]
+
+    sides = sides_of(model, [{request.condition: request.sequence} for request in requests])
+    groups: dict[str, list[Request]] = {}
+    for request, side in zip(requests, sides, strict=True):
+        groups.setdefault(side, []).append(request)
+    return list(groups.values())

@@ -70,24 +70,27 @@ class PaddedPrompts:
 
     def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
         def padded(row_values: list[Tensor], filler: int) -> Tensor:
-            return pad_sequence(row_values, True, filler, padding_side="left").to(device)
+            return pad_sequence(
+                row_values, batch_first=True, padding_value=filler, padding_side="left"
+            ).to(device)
 
-        self.longest = max(len(sequence) for sequence in sequences)
+        self.length = max(len(sequence) for sequence in sequences)
 
-        # Which positions are tokens rather than padding.
-        all_real = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
-        self.real: Bool[Tensor, "row pos"] = padded(all_real, False)
+        # Which positions hold tokens rather than padding.
+        all_true = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
+        self.is_token: Bool[Tensor, "row pos"] = padded(all_true, False)
 
-        tokens = [sequence.tokens for sequence in sequences]
-        self.tokens: Int[Tensor, "row pos"] = padded(tokens, 0)
-        position_ids = [sequence.position_ids for sequence in sequences]
-        self.position_ids: Int[Tensor, "row pos"] = padded(position_ids, 0)
-        segments = [sequence.segment for sequence in sequences]
-        self.segments: Int[Tensor, "row pos"] = padded(segments, PADDING)
-
+        self.tokens: Int[Tensor, "row pos"] = padded([sequence.tokens for sequence in sequences], 0)
+        self.position_ids: Int[Tensor, "row pos"] = padded(
+            [sequence.position_ids for sequence in sequences], 0
+        )
+        self.segments: Int[Tensor, "row pos"] = padded(
+            [sequence.segment for sequence in sequences], PADDING
+        )
         # The index of each token in the baseline; negative for inserted tokens and padding.
-        origins = [_origin(sequence) for sequence in sequences]
-        self.origin: Int[Tensor, "row pos"] = padded(origins, -1 - self.longest)
+        self.origin: Int[Tensor, "row pos"] = padded(
+            [_origin(sequence) for sequence in sequences], -1 - self.length
+        )
 
         # The cut edges, and which tokens of the prompt those of the answer see.
         edges = [edges_to_cut(sequence) for sequence in sequences]
@@ -112,14 +115,14 @@ class PaddedPrompts:
         """
         if not self.has_cut_edges:
             if self.needs_mask:
-                return self.real.long()
+                return self.is_token.long()
             return None
 
-        positions = torch.arange(self.longest, device=self.real.device)
+        positions = torch.arange(self.length, device=self.is_token.device)
         is_self = positions[:, None] == positions
         is_causal = positions[:, None] >= positions
-        is_cut = self.edge_mask.unseen(positions.expand_as(self.real), slice(None))
-        is_visible = is_causal & self.real[:, None] & ~is_cut
+        is_cut = self.edge_mask.unseen(positions.expand_as(self.is_token), slice(None))
+        is_visible = is_causal & self.is_token[:, None] & ~is_cut
 
         # The attention of a query without any key would be NaN, so each sees at least itself.
         return (is_visible | is_self)[:, None]
@@ -194,8 +197,8 @@ class GeneratingRows:
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
         # Subclasses are excluded, as they may store something else as well.
-        kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-        return all(type(layer) in kinds for layer in self.cache.layers)
+        exchangeable_types = (DynamicLayer, DynamicSlidingWindowLayer)
+        return all(type(layer) in exchangeable_types for layer in self.cache.layers)
 
     @property
     def origin(self) -> Int[Tensor, "row 1"]:
@@ -225,7 +228,7 @@ class GeneratingRows:
             return
 
         # The shorter of the two batches is padded on the left.
-        length = max(self.visible.shape[1], prompts.longest)
+        length = max(self.visible.shape[1], prompts.length)
         _fit_cache(self.cache, length)
         _fit_cache(cache, length)
         for layer, new_layer in zip(self.cache.layers, cache.layers, strict=True):
@@ -266,13 +269,9 @@ class GeneratingRows:
 
         # All later tokens see the last one.
         self.visible = pad(self.visible, (0, 1), value=True)
-        mask = None
-        if self.needs_mask:
-            mask = self.visible.long()
-
         output = self.model(
             input_ids=torch.tensor(last_tokens, device=self.device)[:, None],
-            attention_mask=mask,
+            attention_mask=self.visible.long() if self.needs_mask else None,
             position_ids=torch.tensor(position_ids, device=self.device)[:, None],
             past_key_values=self.cache,
             use_cache=True,

@@ -27,6 +27,7 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _EQUALS = re.compile("(?<![<>!])=")
+_STRONG_MARKS = (_BOX, _HASHES, _PHRASE)
 # With one of these before an "=", what follows is one of several solutions: "3 or x", "3, x_2",
 # "3; f(2)".
 _ANOTHER_SOLUTION = re.compile(
@@ -172,9 +173,9 @@ def final_answer(text: str, finished: bool = True) -> str | None:
     off before a further problem began.
     """
     # Before the first mark a model may repeat the problem that it was asked.
-    marks = [mark.search(text) for mark in (_BOX, _HASHES, _PHRASE, _EQUALS)]
-    first_mark = min((mark.start() for mark in marks if mark), default=0)
-    next_problem = _NEXT_PROBLEM.search(text, first_mark)
+    matches = [mark.search(text) for mark in (*_STRONG_MARKS, _EQUALS)]
+    first_start = min((match.start() for match in matches if match), default=0)
+    next_problem = _NEXT_PROBLEM.search(text, first_start)
     if next_problem:
         text = text[: next_problem.start()]
     elif not finished:
@@ -189,7 +190,7 @@ def final_answer(text: str, finished: bool = True) -> str | None:
         return hashes[1].strip()
 
     # The last of several statements is read, or the last with a digit if any has one.
-    statements = [_statement(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
+    statements = [_statement(text[phrase.end() :]) for phrase in _PHRASE.finditer(text)]
     answers = [answer for answer in statements if answer]
     if answers:
         answers_with_digits = [answer for answer in answers if re.search(r"\d", answer)]
@@ -249,7 +250,7 @@ def _reference_answer(solution: str) -> str | None:
 
 def _has_mark(text: str) -> bool:
     """Whether a text has a mark before its answer; a "=" is not enough."""
-    return any(mark.search(text) for mark in (_BOX, _HASHES, _PHRASE))
+    return any(mark.search(text) for mark in _STRONG_MARKS)
 
 
 def _braced(text: str) -> str | None:

@@ -29,7 +29,7 @@ def served_answers(
     server: Server,
     model: UnloadedModel,
     requests: Sequence[Request],
-    todo: Sequence[Request],
+    open_requests: Sequence[Request],
     sampling: Sampling,
     at_once: int,
     file: KeptAnswers,
@@ -42,7 +42,7 @@ def served_answers(
         server: The server.
         model: The model here, of which only the tokenizer is needed.
         requests: All requests of the run.
-        todo: Those that have no answer yet.
+        open_requests: Those of them that have no answer yet.
         sampling: How answers are sampled.
         at_once: The number of requests at a time.
         file: The answers so far.
@@ -56,21 +56,21 @@ def served_answers(
         PromptTooLong: A prompt and its answer may be longer than the server takes.
         PromptError: The server takes only text, and would read too many texts as other tokens.
     """
-    if not todo:
+    if not open_requests:
         return
 
     # All samples of a question read the same tokens.
     questions = {request.question: request for request in requests}
     longest = max(len(request.sequence) for request in requests)
-    most_tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
+    most_tokens = longest + max(sampling.new_tokens, server_probe.MOST_ANSWER_TOKENS)
     with connected(server, model, at_once, most_tokens) as connection:
-        check_room(requests, sampling.new_tokens, connection.longest, "the server")
+        check_room(requests, sampling.new_tokens, connection.n_ctx, "the server")
         server_probe.check_tokenizer(connection)
 
         # Questions that a server of texts would read as other tokens are left out.
         sent_prompts = _prompts_sent(connection, questions)
-        kept_count = len(requests) - len(todo)
-        todo = [request for request in todo if request.question in sent_prompts]
+        kept_count = len(requests) - len(open_requests)
+        open_requests = [request for request in open_requests if request.question in sent_prompts]
 
         stored_record = file.provenance.get("probe", {})
         probe = server_probe.start_probe(
@@ -78,9 +78,9 @@ def served_answers(
         )
         file.note("probe", probe.record)
 
-        with AnswerBar(len(todo), kept_count) as bar:
-            for start in range(0, len(todo), _PROBED_AFTER):
-                stretch = todo[start : start + _PROBED_AFTER]
+        with AnswerBar(len(open_requests), kept_count) as bar:
+            for start in range(0, len(open_requests), _PROBED_AFTER):
+                stretch = open_requests[start : start + _PROBED_AFTER]
                 completion_requests = {
                     request: _sampled(sent_prompts, request, sampling) for request in stretch
                 }
@@ -145,13 +145,13 @@ def check_servable(
             check_side(prompt, by_condition, model.loaded, new_tokens)
 
 
-def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: str) -> None:
+def check_room(requests: Iterable[Request], new_tokens: int, n_ctx: int, who: str) -> None:
     """Refuse prompts that may be too long together with their answers.
 
     Args:
         requests: The requested answers.
         new_tokens: The longest answer, in tokens.
-        longest: The largest number of tokens of a prompt and its answer.
+        n_ctx: The largest number of tokens of a prompt and its answer.
         who: What has this limit, such as "the server", for the message.
 
     Raises:
@@ -159,11 +159,11 @@ def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: 
     """
     for request in requests:
         length = len(request.sequence)
-        if length + new_tokens > longest:
+        if length + new_tokens > n_ctx:
             raise PromptTooLong(
                 f"prompt {request.prompt} has {length:,} tokens with the condition"
                 f' "{request.condition}" and its answer up to {new_tokens:,}; {who} takes'
-                f" {longest:,} in all"
+                f" {n_ctx:,} in all"
             )
 
 

@@ -232,7 +232,7 @@ class Connection:
         client: The client of the package openai.
         reader: The model here, of which only the tokenizer is needed.
         model: The name of the model on the server.
-        longest: The largest number of tokens of a prompt and its answer.
+        n_ctx: The largest number of tokens of a prompt and its answer.
         at_once: The number of requests at a time.
     """
 
@@ -240,7 +240,7 @@ class Connection:
     client: Any
     reader: UnloadedModel
     model: str
-    longest: int
+    n_ctx: int
     at_once: int
 
     def completions(
@@ -338,7 +338,7 @@ class Connection:
 
 @contextmanager
 def connected(
-    server: Server, reader: UnloadedModel, at_once: int, tokens: int
+    server: Server, reader: UnloadedModel, at_once: int, most_tokens: int
 ) -> Iterator[Connection]:
     """A connection to a server inside a ``with`` block.
 
@@ -346,12 +346,12 @@ def connected(
         server: The server.
         reader: The model here, of which only the tokenizer is needed.
         at_once: The number of requests at a time.
-        tokens: The largest number of tokens in a reply.
+        most_tokens: The largest number of tokens in a reply, which may repeat the prompt.
 
     Raises:
         ServerError: The server cannot be reached, or lists several models and none is named.
     """
-    with _client(server, _REPLY_BYTES + _BYTES_A_TOKEN * tokens) as client:
+    with _client(server, _REPLY_BYTES + _BYTES_A_TOKEN * most_tokens) as client:
         limits = _listed_limits(client, server)
         model = server.model
         if model is None:
@@ -359,8 +359,11 @@ def connected(
                 names = ", ".join(map(repr, limits)) or "no models"
                 raise server.error(f"lists {names[:_LONGEST_REASON]}: give model=…")
             (model,) = limits
-        longest = min(reader.cfg.n_ctx, limits.get(model) or reader.cfg.n_ctx)
-        yield Connection(server, client, reader, model, longest, at_once)
+        n_ctx = reader.cfg.n_ctx
+        listed_limit = limits.get(model)
+        if listed_limit is not None:
+            n_ctx = min(n_ctx, listed_limit)
+        yield Connection(server, client, reader, model, n_ctx, at_once)
 
 
 def _client(server: Server, largest_reply: int) -> Any:
@@ -385,7 +388,7 @@ def _client(server: Server, largest_reply: int) -> Any:
             content += piece
             if len(content) > largest_reply:
                 # The client neither retries after an error of its own package, nor reports it as a
-                # lost connection.
+                # lost connection (openai/_base_client.py, SyncAPIClient.request).
                 raise openai.OpenAIError(f"its reply has more than {largest_reply:,} bytes")
         stream.close()
         text = server.without_key(content.decode("utf-8", "replace"))
@@ -453,6 +456,8 @@ def _listed_limits(client: Any, server: Server) -> dict[str, int | None]:
         content = _replied(server, client.get, "/models")
         models = _ListedModels.model_validate_json(content).data
     except ServerError as error:
+        # Without a status the server was not reached. One below 400 is a redirect, which is not
+        # followed, and 401 and 403 refuse the key. Any other concerns only the list.
         if error.status is None or error.status < 400 or error.status in (401, 403):
             raise
         return {}

@@ -25,14 +25,14 @@ from mechattn.model.weights import weights_hash
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval
 
-ANSWERS = 16  # the largest number of the run's questions that are asked
-TOKENS = 32  # the largest number of tokens of each answer
+MOST_QUESTIONS = 16  # of those of the run, drawn at random
+MOST_ANSWER_TOKENS = 32
 # The least fraction of answers that agree with the local model's. On the toys it is 1 in bfloat16,
 # and at most 0.75 with noise of 30 % of the weights' spread.
-ALIKE = 0.9
+LEAST_ALIKE_TO_MODEL = 0.9
 # The same for the server's own first answers. It is lower, since without the local model's logits
 # tokens that rounding exchanged are not known.
-LEAST_ALIKE_ITSELF = 0.6
+LEAST_ALIKE_TO_ITSELF = 0.6
 # The largest mean difference of log-probabilities in nats. On the toys it is 0.005 in bfloat16,
 # 0.016 in 8 bits and 0.35 in 4 bits.
 LARGEST_LOGPROB_DIFFERENCE = 0.05
@@ -101,8 +101,8 @@ class Reference:
         if text == self.text.rstrip(_HALF_CHARACTER):
             return True
 
-        # The first token may differ if another one was about as likely. What follows it is not
-        # compared.
+        # The first token after the longest common beginning, which comes last here, may differ if
+        # another one was about as likely. What follows it is not compared.
         gaps = [gap for beginning, gap in self.gaps.items() if text.startswith(beginning)]
         return bool(gaps) and gaps[-1] < _TIE
 
@@ -115,7 +115,7 @@ class Probe:
         connection: The connection to the server.
         requests: The requests, by question.
         references: The reference for each answer, by question.
-        least: The least fraction of the server's answers that must agree.
+        least_alike: The least fraction of the server's answers that must agree.
         record: What provenance has of the probe: "against", whose answers the references are, in
             words; "rounds", the figures of each comparison so far; and facts about the server.
     """
@@ -123,7 +123,7 @@ class Probe:
     connection: Connection
     requests: Requests
     references: Mapping[Question, Reference]
-    least: float
+    least_alike: float
     record: dict[str, Any]
 
     def compare(self, completions: Completions) -> None:
@@ -149,10 +149,10 @@ class Probe:
         alike = alike_count / count
         low, high = wilson_interval(alike_count, count)
         figures = {"alike": alike, "alike_low": low, "alike_high": high}
-        is_passed = alike >= self.least
+        is_passed = alike >= self.least_alike
         words = (
             f"{100 * alike:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of {count} greedy answers are"
-            f" alike (at least {100 * self.least:.0f} %)"
+            f" alike (at least {100 * self.least_alike:.0f} %)"
         )
         if differences:
             difference = sum(differences) / len(differences)
@@ -196,63 +196,53 @@ def start_probe(
             is resumed, or does not sample.
     """
     # A run that is resumed keeps the questions of its first probe.
-    references: dict[Question, Reference] = {}
-    for prompt, name, text, prompt_logprobs in stored_record.get("texts", ()):
-        question = Question(prompt, name)
-        if question in sent_prompts:
-            references[question] = Reference(text, prompt_logprobs)
-    is_resumed = bool(references)
-    probe_questions = list(references)
+    first_references = _stored_references(stored_record, sent_prompts)
+    is_resumed = len(first_references) > 0
+    probe_questions = list(first_references)
     if not is_resumed:
-        probe_questions = random.Random(sampling.seed).sample(
-            [*sent_prompts], min(ANSWERS, len(sent_prompts))
-        )
+        question_count = min(MOST_QUESTIONS, len(sent_prompts))
+        generator = random.Random(sampling.seed)
+        probe_questions = generator.sample(list(sent_prompts), question_count)
 
-    lengths = {question: len(questions[question].sequence) for question in probe_questions}
-    new_tokens = min(TOKENS, connection.longest - max(lengths.values()))
-    requests = {
-        question: CompletionRequest(
-            sent_prompts[question], length, new_tokens, asks_prompt_logprobs=True
+    probe_requests = [questions[question] for question in probe_questions]
+    longest = max(len(request.sequence) for request in probe_requests)
+    new_tokens = min(MOST_ANSWER_TOKENS, connection.n_ctx - longest)
+    completion_requests = {
+        request.question: CompletionRequest(
+            sent_prompts[request.question],
+            len(request.sequence),
+            new_tokens,
+            asks_prompt_logprobs=True,
         )
-        for question, length in lengths.items()
+        for request in probe_requests
     }
-    completions = dict(connection.completions(requests))
+    completions = dict(connection.completions(completion_requests))
     if not is_resumed:
         for question in probe_questions:
             completion = completions[question]
-            references[question] = Reference(completion.text, completion.prompt_logprobs)
+            first_references[question] = Reference(completion.text, completion.prompt_logprobs)
 
-    prompt_form = "token ids"
-    if isinstance(sent_prompts[probe_questions[0]], str):
-        prompt_form = "text"
-    record = {
-        "model": name_of(connection.model),
-        "sent": prompt_form,
-        "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
-        "texts": [
-            [*question, reference.text, reference.prompt_logprobs]
-            for question, reference in references.items()
-        ],
-        "against": "its answers when this run began",
-        "rounds": [*stored_record.get("rounds", ())],
-    }
-    least = LEAST_ALIKE_ITSELF
+    record = _record(connection, completion_requests, completions, first_references)
+    record["rounds"] = [*stored_record.get("rounds", ())]
     local_model = _local_model(connection.reader)
     if local_model is None:
         _warn_of_other_weights(connection)
+        record["against"] = "its answers when this run began"
+        probe = Probe(
+            connection, completion_requests, first_references, LEAST_ALIKE_TO_ITSELF, record
+        )
     else:
-        local_requests = [questions[question] for question in probe_questions]
-        references = _local_references(local_model, connection.reader, local_requests, new_tokens)
         weights = weights_hash(connection.reader.loaded)
         record["against"] = f"the model here ({dtype_name(local_model)}, weights {weights})"
-        least = ALIKE
+        references = _local_references(local_model, connection.reader, probe_requests, new_tokens)
+        probe = Probe(connection, completion_requests, references, LEAST_ALIKE_TO_MODEL, record)
 
-    probe = Probe(connection, requests, references, least, record)
     # Without the weights here, there is nothing to compare the first answers of a run with.
     if local_model is not None or is_resumed:
         probe.compare(completions)
+
     if sampling.temperature > 0:
-        _check_samples(connection, requests, completions)
+        _check_samples(connection, completion_requests, completions)
     return probe
 
 
@@ -282,6 +272,37 @@ def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[in
     texts = [text.rstrip(_HALF_CHARACTER) for text in texts]
     gap_after = dict(zip(texts, gaps.tolist(), strict=True))
     return Reference(texts[-1], token_logprobs[:split].tolist(), gap_after)
+
+
+def _stored_references(
+    stored_record: Mapping[str, Any], sent_prompts: SentPrompts
+) -> dict[Question, Reference]:
+    """The server's first answers from a record, to those of its questions that are sent again."""
+    references = {}
+    for prompt, name, text, prompt_logprobs in stored_record.get("texts", ()):
+        question = Question(prompt, name)
+        if question in sent_prompts:
+            references[question] = Reference(text, prompt_logprobs)
+    return references
+
+
+def _record(
+    connection: Connection,
+    requests: Requests,
+    completions: Completions,
+    first_references: Mapping[Question, Reference],
+) -> dict[str, Any]:
+    """The facts about a server in the record of its probe, with its first answers."""
+    are_texts = any(isinstance(request.prompt, str) for request in requests.values())
+    return {
+        "model": name_of(connection.model),
+        "sent": "text" if are_texts else "token ids",
+        "counted": all(completion.prompt_tokens is not None for completion in completions.values()),
+        "texts": [
+            [*question, reference.text, reference.prompt_logprobs]
+            for question, reference in first_references.items()
+        ],
+    }
 
 
 def _local_model(reader: UnloadedModel) -> Any:

@@ -13,7 +13,7 @@ import xarray as xr
 from scipy.optimize import linear_sum_assignment
 
 from mechattn.analysis.received_attention import SegmentFlow
-from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.axes import SEGMENTS
 from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError, check_choice
@@ -133,9 +133,8 @@ class WhileAnswering:
         answers = self._answers(condition, to).stack(cell=("layer", "head"))
         table = self._pair_columns(answers, level)
         if table.beyond.isna().all():
-            where = ""
-            if self.units.group_of_prompt is not None:
-                where = f", both from one group, in at least {FEWEST} groups"
+            has_groups = self.units.group_of_prompt is not None
+            where = f", both from one group, in at least {FEWEST} groups" if has_groups else ""
             raise OptionError(
                 f"there are {table.pairs[0]} pairs of a right and a wrong answer of similar"
                 f" length under {condition!r}: at least {FEWEST} are needed{where}; evaluate more"
@@ -152,22 +151,22 @@ class WhileAnswering:
         return self.data.sel(condition=condition, segment=to)
 
     def _means(
-        self, prefix: str, answers: xr.Dataset, in_group: xr.DataArray, level: float
+        self, prefix: str, answers: xr.Dataset, mask: xr.DataArray, level: float
     ) -> dict[str, Any]:
-        """The columns of :meth:`table` on right or on wrong answers."""
-        indices = np.flatnonzero(in_group & answers.flow.notnull())
-        group = answers.isel(prompt=indices)
+        """The columns of :meth:`table` on the right or the wrong answers, which ``mask`` marks."""
+        indices = np.flatnonzero(mask & answers.flow.notnull())
+        measured = answers.isel(prompt=indices)
         # Both are means over units, since attention and its null could not be compared otherwise.
         units = self._units(indices)
-        values = units.means(group.flow.values)
-        uniform = units.means(group.uniform.values)
+        values = units.means(measured.flow.values)
+        uniform = units.means(measured.uniform.values)
 
         columns = {
             prefix: pd.Series(values).mean(),  # a Series, since numpy warns of the mean of nothing
             f"{prefix}_low": np.nan,
             f"{prefix}_high": np.nan,
             f"{prefix}_uniform": pd.Series(uniform).mean(),
-            f"{prefix}_tokens": pd.Series(group.tokens.values).mean(),
+            f"{prefix}_tokens": pd.Series(measured.tokens.values).mean(),
             f"{prefix}_n": len(indices),
         }
         if len(values) >= FEWEST:
@@ -228,38 +227,38 @@ class WhileAnswering:
 
 
 def matched_pairs(
-    tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
+    lengths: np.ndarray,
+    is_right: np.ndarray,
+    is_wrong: np.ndarray,
+    groups: np.ndarray | None = None,
 ) -> np.ndarray:
     """Pairs of a right and a wrong answer of about the same length.
 
     There are as many pairs as possible, and their lengths are as similar as possible.
 
     Args:
-        tokens: The length of each answer, in tokens [answer].
-        right: Which answers are right and measured [answer].
-        wrong: Which answers are wrong and measured [answer].
+        lengths: The length of each answer, in tokens [answer].
+        is_right: Which answers are right and measured [answer].
+        is_wrong: Which answers are wrong and measured [answer].
         groups: The group of each answer, from which its partner must be too; None without groups.
 
     Returns:
         The indices of the right and the wrong answer of each pair [pair 2].
     """
-    right_indices = np.flatnonzero(right)
-    wrong_indices = np.flatnonzero(wrong)
-    if not len(right_indices) or not len(wrong_indices):
-        return np.zeros((0, 2), dtype=int)
-
-    right_tokens = tokens[right_indices][:, None]
-    wrong_tokens = tokens[wrong_indices]
-    distance = np.abs(right_tokens - wrong_tokens)
-    longer = np.maximum(right_tokens, wrong_tokens)
-    allowed = distance <= np.maximum(_CALIPER * longer, 2)
+    right_indices = np.flatnonzero(is_right)
+    wrong_indices = np.flatnonzero(is_wrong)
+    right_lengths = lengths[right_indices][:, None]
+    wrong_lengths = lengths[wrong_indices]
+    distance = np.abs(right_lengths - wrong_lengths)
+    longer_length = np.maximum(right_lengths, wrong_lengths)
+    is_allowed = distance <= np.maximum(_CALIPER * longer_length, 2)
     if groups is not None:
-        allowed &= groups[right_indices][:, None] == groups[wrong_indices]
+        is_allowed &= groups[right_indices][:, None] == groups[wrong_indices]
 
     # A forbidden pair costs more than all allowed ones together, so it is taken only if it must be.
-    forbidden_cost = 1.0 + distance.max() * min(distance.shape)
-    rows, columns = linear_sum_assignment(np.where(allowed, distance, forbidden_cost))
-    is_pair = allowed[rows, columns]
+    forbidden_cost = 1.0 + distance.max(initial=0) * min(distance.shape)
+    rows, columns = linear_sum_assignment(np.where(is_allowed, distance, forbidden_cost))
+    is_pair = is_allowed[rows, columns]
     return np.stack([right_indices[rows[is_pair]], wrong_indices[columns[is_pair]]], 1)
 
 
@@ -343,10 +342,7 @@ def _condition_data(
     if not answered_prompts:
         raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
 
-    conditions = {}
-    if name != BASELINE:  # which every run has
-        conditions[name] = condition
-    result = measure(evaluation.answered(answered_prompts, name), conditions)
+    result = measure(evaluation.answered(answered_prompts, name), {name: condition})
     data = result["segment_flow"].sel(condition=name, segment="answer", drop=True)
 
     uniform = data.flow_uniform.broadcast_like(data.flow)

@@ -71,7 +71,7 @@ class Result(ForwardingMethods):
 
         Raises:
             OptionError: There is no such dimension or label, nothing is selected, or the head is in
-            another layer.
+                another layer.
         """
         layer_and_head = head_named(labels.get("head"))
         if layer_and_head:

@@ -148,8 +148,9 @@ def test_batches_decide_nothing_of_sampled_answers(toy, problems):
     assert len({answer.tokens for answer in first.answers}) > 4
 
 
-def test_sampling_follows_the_distribution(toy, problems):
-    """The first token of many samples against the softmax of the logits."""
+def test_sampling_follows_the_distribution(toy, problems, monkeypatch):
+    """The first token of many samples against the softmax of the logits; a draw of 0 takes no token that has no
+    probability."""
     native = toy._mechattn.native
     sequence = ma.Baseline().apply(problems[0], toy)
     with torch.no_grad():
@@ -163,6 +164,10 @@ def test_sampling_follows_the_distribution(toy, problems):
     assert likely.any()
     spread = float((expected.max() / 200).sqrt())
     assert (shares[likely] - expected[likely]).abs().max() < 4 * spread
+
+    monkeypatch.setattr("mechattn.evaluation.generate.keyed_uniform", lambda *_: torch.zeros(1, 1))
+    (coldest,) = answers(native, requests[:1], 1, NEVER, temperature=1e-4)
+    assert coldest.tokens[0] == logits.argmax()
 
 
 def test_a_run_that_was_cut_off_goes_on(toy, problems, tmp_path, monkeypatch):
@@ -300,7 +305,7 @@ def test_a_batch_stays_full_while_problems_wait(toy, problems):
     read_last_tokens = generation.batch.read_last_tokens
 
     def counted():
-        open_rows.append((generation.batch.open_count, len(generation.waiting)))
+        open_rows.append((generation.batch.open_count, len(generation.waiting_numbers)))
         return read_last_tokens()
 
     generation.batch.read_last_tokens = counted

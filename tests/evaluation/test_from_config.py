@@ -87,7 +87,7 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
 def test_a_command_compares_a_server_with_named_weights(toy, tmp_path, monkeypatch):
     """Another model with the same tokenizer is refused."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(server_probe, "TOKENS", 8)
+    monkeypatch.setattr(server_probe, "MOST_ANSWER_TOKENS", 8)
     native = toy._mechattn.native
     changed = copy.deepcopy(native)
     torch.manual_seed(0)

@@ -74,11 +74,8 @@ def test_without_groups_and_with_unit_prompt_it_is_mcnemars_test():
     grouped = simulated()
     alone = simulated(groups={})
     assert grouped.compare("slash", unit="prompt") == alone.compare("slash")
-    assert alone.compare("slash")["n"] == 40
     assert alone.compare("slash") != grouped.compare("slash"), "negative control"
     assert_array_equal(grouped.accuracy(unit="prompt").values, alone.accuracy().values)
-    assert alone.accuracy().attrs["unit"] == "prompts"
-    assert grouped.pass_at_k(1, unit="prompt").equals(alone.pass_at_k(1))
 
 
 def test_no_spread_between_groups_is_no_certainty():

@@ -39,7 +39,7 @@ def certificate():
 @pytest.fixture(autouse=True)
 def short_probe(monkeypatch):
     """A probe's answers have eight tokens, fewer than most tests' own (`StandIn.answers_asked` tells them by that)."""
-    monkeypatch.setattr(server_probe, "TOKENS", 8)
+    monkeypatch.setattr(server_probe, "MOST_ANSWER_TOKENS", 8)
 
 
 @pytest.fixture

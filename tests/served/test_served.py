@@ -99,7 +99,9 @@ def test_what_is_sent(toy, prompts, server):
 
 
 def test_samples_have_seeds_of_their_own(prompts, server, monkeypatch):
-    monkeypatch.setattr(server_probe, "TOKENS", 14)  # the first are sure when it is hot, too
+    monkeypatch.setattr(
+        server_probe, "MOST_ANSWER_TOKENS", 14
+    )  # the first are sure when it is hot, too
     options = {"samples": 3, "temperature": 4.0, "new_tokens": 6}
     evaluation = served(server, prompts[:2], SLASH, **options)
     bodies = server.answers_asked(6)

@@ -7,7 +7,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import ServerError
 from mechattn.evaluation import served_answers, server_probe
-from mechattn.evaluation.server_probe import ALIKE, Reference
+from mechattn.evaluation.server_probe import LEAST_ALIKE_TO_MODEL, Reference
 from tests.served.stand_in import StandIn, running, served
 
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
@@ -44,7 +44,7 @@ def test_log_probabilities_of_prompts_tell_other_weights(toy, few, changed_engin
 
 def test_greedy_answers_alone_tell_coarse_changes_alone(toy, prompts, changed_engine, monkeypatch):
     """A server of texts: noise of 30 % is told, four bits are not; the share comes with its interval."""
-    monkeypatch.setattr(server_probe, "TOKENS", 24)
+    monkeypatch.setattr(server_probe, "MOST_ANSWER_TOKENS", 24)
     with running(StandIn(changed_engine("4 bits"), takes_ids=False)) as server:
         served(server, prompts[:4], None, toy, 2)
     with running(StandIn(changed_engine("30 % noise"), takes_ids=False)) as server:
@@ -55,7 +55,7 @@ def test_greedy_answers_alone_tell_coarse_changes_alone(toy, prompts, changed_en
         assert "log-probabilities" not in str(refusal.value), "none were compared"
         evaluation = served(server, prompts, None, toy, 2, verify=False)
     figures = evaluation.provenance["probe"]["rounds"][0]
-    assert 0.2 < figures["alike"] < ALIKE - 0.1
+    assert 0.2 < figures["alike"] < LEAST_ALIKE_TO_MODEL - 0.1
     assert 0 < figures["alike_low"] < figures["alike"] < figures["alike_high"] < 1
 
 
