@@ -36,7 +36,6 @@ from mechattn.model.hooked import (
     measuring,
 )
 from mechattn.model.hooks import last_logits_only
-from mechattn.model.positions import boundary_of
 from mechattn.model.unloaded import end_tokens
 from mechattn.prompts.prompt import LARGEST_COUNT
 
@@ -374,13 +373,11 @@ def mean_logprob(logprobs: list[float]) -> float:
 def _with_equal_factors(model: HookedModel, requests: list[Request]) -> list[list[Request]]:
     """The requests in groups that the model reads with the same factors of RoPE.
 
-    LongRoPE uses other factors beyond a length, and chooses them for a whole batch.
+    LongRoPE uses other factors beyond a length, and chooses them for a whole batch. For other
+    models there is one group.
     """
-    if boundary_of(model) is None:
-        return [requests]
-
     sides = sides_of(model, [{request.condition: request.sequence} for request in requests])
-    groups: dict[str, list[Request]] = {}
+    groups: dict[str | None, list[Request]] = {}
     for request, side in zip(requests, sides, strict=True):
         groups.setdefault(side, []).append(request)
     return list(groups.values())
