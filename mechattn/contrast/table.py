@@ -244,7 +244,8 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
         default_margin = DEFAULT_MARGINS["log-ratio"]
     if margin is None:
         margin = default_margin
-    check_margin(margin)
+    else:
+        check_margin(margin)
     is_large = table[effect_column].abs() > margin
     return np.asarray(is_large & (table.q_difference < 0.05))
 
