@@ -17,7 +17,7 @@ from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import COLOURS
-from mechattn.render.figure_declaration import declare, several
+from mechattn.render.figure_declaration import compared_conditions, declare, several
 from mechattn.render.words import (
     counts_words,
     interval_of,
@@ -255,11 +255,10 @@ def _checked_results(
             baseline.
     """
     result_list = several(results)
-    if conditions is None:
-        conditions = result_list[0].conditions
-    names = [name for name in dict.fromkeys(conditions) if name != BASELINE]
+    first_result = result_list[0]
+    names = [name for name in compared_conditions(first_result, conditions) if name != BASELINE]
     if not names:
-        example = result_list[0].condition()  # raises if the result has only the baseline
+        example = first_result.condition()  # raises if the result has only the baseline
         raise OptionError(
             f"conditions={conditions!r}: name a condition besides the baseline; this result has"
             f" {example!r}"

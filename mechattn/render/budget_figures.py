@@ -24,7 +24,12 @@ from mechattn.contrast.budget_table import (
 )
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
-from mechattn.render.figure_declaration import PageTable, PageWords, declare
+from mechattn.render.figure_declaration import (
+    PageTable,
+    PageWords,
+    compared_conditions,
+    declare,
+)
 from mechattn.render.words import (
     count_words,
     interval_of,
@@ -123,8 +128,9 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
         OptionError: The budget was not measured, or there is no such condition.
     """
     dataset = result[NAME]
-    names = result.conditions[1:] if conditions is None else conditions
-    shown_conditions = [result.condition(name) for name in names]  # raises for the baseline
+    shown_conditions = compared_conditions(result, conditions)
+    for name in shown_conditions:
+        result.condition(name)  # raises for the baseline
 
     figure = _panels(shown_conditions)
     for column, condition in enumerate([BASELINE, *shown_conditions], 1):
@@ -173,7 +179,7 @@ def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageT
     Returns:
         A row for each condition and payer; a column for each cause that is known in any of them.
     """
-    names = result.conditions[1:] if conditions is None else conditions
+    names = compared_conditions(result, conditions)
     cause_words = _cause_words(result)
     causes_of_any: set[str] = set()
     for condition in names:

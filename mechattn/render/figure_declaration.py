@@ -233,6 +233,31 @@ def several(results: Sequence[Result] | Result) -> list[Result]:
     return list(results)
 
 
+def condition_list(conditions: Sequence[str]) -> list[str]:
+    """The conditions that a user lists for a figure, each once.
+
+    Raises:
+        OptionError: One name is given instead of a list.
+    """
+    if isinstance(conditions, str):
+        raise OptionError(f"conditions={conditions!r}: give a list, such as [{conditions!r}]")
+    return list(dict.fromkeys(conditions))
+
+
+def compared_conditions(
+    result: Result, conditions: Sequence[str] | None, to: str = BASELINE
+) -> list[str]:
+    """The conditions that a figure compares with ``to``: those that are listed, or by default all
+    but the baseline and ``to``.
+
+    Raises:
+        OptionError: One name is given instead of a list.
+    """
+    if conditions is None:
+        return [name for name in result.conditions if name not in (BASELINE, to)]
+    return condition_list(conditions)
+
+
 def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:
     """One or several heads as a list.
 

@@ -25,7 +25,7 @@ from mechattn.contrast.quantities import (
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
-from mechattn.render.figure_declaration import declare
+from mechattn.render.figure_declaration import condition_list, declare
 from mechattn.render.words import (
     NULL_NAMES,
     count_words,
@@ -228,7 +228,7 @@ class _LayerQuantity:
             OptionError: There is no such quantity, segment or condition, the quantity has several
                 numbers per head, or no prompt has a value.
         """
-        names = result.conditions if conditions is None else list(conditions)
+        names = result.conditions if conditions is None else condition_list(conditions)
         if not names:
             raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
         for name in names:
