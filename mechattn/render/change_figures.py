@@ -156,13 +156,7 @@ def changes(
         OptionError: There is no such condition, none is named after the option, one inserts a
             different number of tokens than ``to``, or the quantity has no relative change.
     """
-    result.condition()  # raises for a result with only the baseline
     names = compared_conditions(result, conditions, to)
-    if not names:
-        raise OptionError(
-            f"there is no condition to compare with {to!r}; give at least one in conditions"
-        )
-
     lines = [Line(name="measured", suffix="", conditions=names, x=names)]
     if over:
         lines = swept_lines(names, over, quantity)

@@ -71,7 +71,6 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     places = {node: _place(node, head_count, layers) for node in nodes}
 
     figure = draw.panels()
-    _legend_of_edges(figure)
     _edges(figure, table, nodes_of_reader, places, head_count)
     _nodes(figure, places)  # after the edges, so that a node covers their ends
 
@@ -101,30 +100,15 @@ def _place(node: str, head_count: int, layers: list[int]) -> _Place:
     The embedding is at height 0, the layers are above it in their order, and the logits are at the
     top. The MLP of a layer is on the right of its heads and a little higher.
     """
-    middle = (head_count - 1) / 2
-    if node == "embedding":
-        return _Place(middle, 0)
-    if node == "logits":
-        return _Place(middle, len(layers) + 1)
-
     match = _HEAD_OR_MLP.match(node)
-    assert match is not None  # every other node is a head or an MLP
+    if match is None:  # the embedding or the logits
+        top = len(layers) + 1
+        return _Place((head_count - 1) / 2, top if node == "logits" else 0)
+
     height = layers.index(int(match["layer"])) + 1
     if match["head"] is None:  # an MLP
         return _Place(head_count + 0.3, height + 0.5)
     return _Place(float(match["head"]), height)
-
-
-def _legend_of_edges(figure: go.Figure) -> None:
-    """Add an entry to the legend for each colour of edges, since single edges have none."""
-    for colour, verb in ((WITHOUT, "lowers"), (WITH, "raises")):
-        figure.add_scatter(
-            x=[None],
-            y=[None],
-            mode="lines",
-            line=dict(color=colour, width=4),
-            name=f"the other output {verb} the metric",
-        )
 
 
 def _edges(
@@ -134,7 +118,19 @@ def _edges(
     places: Mapping[str, _Place],
     head_count: int,
 ) -> None:
-    """Draw the edges of a circuit's table, each to all nodes that its reader is an input of."""
+    """Draw the edges of a circuit's table, each to all nodes that its reader is an input of.
+
+    Each colour has an entry in the legend, since single edges have none.
+    """
+    for colour, verb in ((WITHOUT, "lowers"), (WITH, "raises")):
+        figure.add_scatter(
+            x=[None],
+            y=[None],
+            mode="lines",
+            line=dict(color=colour, width=4),
+            name=f"the other output {verb} the metric",
+        )
+
     q_column = f"q_{table.attrs['tested']}"
     largest_score = table.effect.abs().max()
     for _, edge in table[::-1].iterrows():  # the largest on top
