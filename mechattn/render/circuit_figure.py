@@ -162,8 +162,8 @@ def _edges(
 def _arc(start: _Place, end: _Place) -> tuple[np.ndarray, np.ndarray]:
     """The points of an edge, across and up.
 
-    It is bent by half a sine, so that edges over several layers do not hide each other. An edge to
-    the next layer is bent half as far.
+    It is bent by half a sine, so that edges over several layers do not hide each other. One that
+    rises by less than two layers is bent less.
     """
     width = end.across - start.across
     rise = end.up - start.up
