@@ -179,8 +179,8 @@ def test_a_file_that_is_something_else(result, folder, how):
 
 def test_force_means_it(result, folder):  # negative control
     before = listed(folder)
-    View("<p>seen</p>", script=None).save("thesis.tex", force=True)
-    View("<p>again</p>", script=None).save("thesis.tex")  # it is ours now
+    View("<p>seen</p>").save("thesis.tex", force=True)
+    View("<p>again</p>").save("thesis.tex")  # it is ours now
     result.page("index.html", heads=[0], force=True)
     invoked("report", "ours.zarr", "--out", "report.html", "--force")
     configured("run", page="answers.jsonl", options=["--force"])

@@ -17,7 +17,12 @@ from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import COLOURS
-from mechattn.render.figure_declaration import declare, several
+from mechattn.render.figure_declaration import (
+    compared_conditions,
+    declare,
+    listed_conditions,
+    several,
+)
 from mechattn.render.words import (
     counts_words,
     interval_of,
@@ -213,13 +218,7 @@ def agreement(
     Raises:
         OptionError: There is no such layer or condition, or no condition to compare with.
     """
-    results, conditions = _checked_results(results, conditions, layer)
-    controls = [name for name in conditions if name != condition]
-    if not controls:
-        raise OptionError(
-            f"there is no condition to compare with {condition!r}; run or name at least one more"
-        )
-
+    results, controls = _checked_results(results, conditions, layer, to=condition)
     figure = draw.panels()
     series = []
     sentences = []
@@ -246,29 +245,21 @@ def agreement(
 
 
 def _checked_results(
-    results: Sequence[Result] | Result, conditions: Sequence[str] | None, layer: int
+    results: Sequence[Result] | Result,
+    conditions: Sequence[str] | None,
+    layer: int,
+    to: str = BASELINE,
 ) -> tuple[list[Result], list[str]]:
-    """The results as a list, and the names of the conditions other than the baseline.
+    """The results as a list, and the names of the conditions that are compared with ``to``.
 
     Raises:
-        OptionError: A result lacks a condition or the layer, or there is no condition besides the
-            baseline.
+        OptionError: A result lacks a condition or the layer, or there is no condition to compare.
     """
     result_list = several(results)
-    if conditions is None:
-        conditions = result_list[0].conditions
-    names = [name for name in dict.fromkeys(conditions) if name != BASELINE]
-    if not names:
-        example = result_list[0].condition()  # raises if the result has only the baseline
-        raise OptionError(
-            f"conditions={conditions!r}: name a condition besides the baseline; this result has"
-            f" {example!r}"
-        )
-
+    names = compared_conditions(result_list[0], conditions, to)
     for result in result_list:
         check_layer(layer, result[NAME])
-        for name in names:
-            result.condition(name)
+        listed_conditions(result, names)  # raises if this result lacks one
 
     return result_list, names
 

@@ -4,7 +4,7 @@ right and wrong answers."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, cycle, product
+from itertools import chain, cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -181,13 +181,13 @@ def dose_curves(
     run_names = {condition.name for condition in swept_conditions(result.conditions, over)}
     if evaluated_names != run_names:
         name = min(evaluated_names ^ run_names)
-        words = "run but not evaluated" if name in run_names else "evaluated but not run"
-        raise OptionError(f"{name!r} was {words}; evaluate and run the same conditions")
+        fault = "run but not evaluated" if name in run_names else "evaluated but not run"
+        raise OptionError(f"{name!r} was {fault}; evaluate and run the same conditions")
 
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
     figure = draw.panels(titles, rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12)
     accuracy_figure = accuracy({"right answers": answers}, over)
-    change_figure = changes(result, None, quantity, segment, layer, over=over)
+    change_figure = changes(result, quantity=quantity, segment=segment, layer=layer, over=over)
 
     figure.add_traces(accuracy_figure.data, rows=1, cols=1)
     figure.add_traces(change_figure.data, rows=2, cols=1)
@@ -223,24 +223,25 @@ def _accuracy_over_option(
     figure: go.Figure, tables: Mapping[str, pd.DataFrame], conditions: Sequence[str], over: str
 ) -> None:
     """Draw a line for each model and combination of other options, over the values of an option."""
-    lines_of_models = product(tables.items(), swept_lines(conditions, over, "accuracy"))
-    for ((model, table), line), colour in zip(lines_of_models, cycle(COLOURS)):
-        names = list(line.conditions)
-        x = list(line.x)
-        if over == "count":  # the baseline is at 0 tokens
-            names = [BASELINE, *names]
-            x = [0.0, *x]
+    colours = cycle(COLOURS)
+    for model, table in tables.items():
+        for line in swept_lines(conditions, over, "accuracy"):
+            names = list(line.conditions)
+            x = list(line.x)
+            if over == "count":  # the baseline is at 0 tokens
+                names = [BASELINE, *names]
+                x = [0.0, *x]
 
-        draw.points(
-            figure,
-            x,
-            _percents(table, "condition", names, "accuracy"),
-            f"{model}{line.suffix}",
-            colour,
-            mode="lines+markers",
-            customdata=names,
-            hovertemplate=_HOVER,
-        )
+            draw.points(
+                figure,
+                x,
+                _percents(table, "condition", names, "accuracy"),
+                f"{model}{line.suffix}",
+                next(colours),
+                mode="lines+markers",
+                customdata=names,
+                hovertemplate=_HOVER,
+            )
     figure.update_xaxes(title_text=option_words(over))
 
 
@@ -343,9 +344,9 @@ def _pair_words(table: pd.DataFrame) -> str:
         if np.isnan(row.beyond):
             phrases.append(f"{row.condition}: {row.pairs} pairs, too few to compare")
             continue
-        points = Interval(*(100 * np.array(interval_of(row, "beyond"))))
+        estimate_and_ends = 100 * np.array(interval_of(row, "beyond"))
+        point_words = number_words(Interval(*estimate_and_ends), "+.2f")
         phrases.append(
-            f"{row.condition}: {number_words(points, '+.2f')} points in {row.pairs} pairs,"
-            f" p = {row.p_beyond:.2g}"
+            f"{row.condition}: {point_words} points in {row.pairs} pairs, p = {row.p_beyond:.2g}"
         )
     return f"Right minus wrong, beyond uniform attention. {'; '.join(phrases)}."

@@ -74,6 +74,15 @@ class PositionLine(NamedTuple):
     colour: str
 
 
+class _NullLine(NamedTuple):
+    """The values of the null at the positions of a line."""
+
+    positions: np.ndarray
+    values: np.ndarray
+    label: str
+    colour: str
+
+
 def _page_words(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
     """The words beside the figure on a page: how to read it, and the end of its title."""
     note = received_note(result, options)
@@ -148,7 +157,7 @@ def received_attention(
         small_print.append("each panel has its own vertical scale")
     heading = f"{model_caption(result)}: received attention"
     height = 400 if condition == BASELINE else 640  # with one row of panels or two
-    draw.title_above_legend(figure, heading, "; ".join(small_print), height, 125)
+    draw.title_above_legend(figure, heading, "; ".join(small_print), height, margin_top=125)
 
     sentences = []
     for shown_layer in dict.fromkeys(panel.layer for panel in panels):
@@ -309,7 +318,8 @@ def by_position(
             _cut_first_token(figure, means_of_lines, lines, column, row)
 
     for row, lines in enumerate(lines_by_row, 1):
-        figure.update_xaxes(title_text=_AXIS_WORDS[lines[0].quantity], row=row)
+        quantity = lines[0].quantity  # all lines of a row have the same
+        figure.update_xaxes(title_text=_AXIS_WORDS[quantity], row=row)
 
     figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
     return figure.update_layout(hovermode="x unified")
@@ -431,16 +441,28 @@ def _null_lines(
     means_of_lines: Sequence[Positions],
     null_kind: Null,
 ) -> list[_NullLine]:
-    """The null of each line of a panel, for lines that have one.
+    """The null of each line of a panel; with dilution none for the baseline, which is its own null.
 
     A panel has one or two lines. If uniform attention is the same for both, it is returned once.
     """
     null_lines = []
     for line, means in zip(lines, means_of_lines, strict=True):
-        values = _null_values(panel, line, null_kind)
-        if values is not None:
-            label = f"{null_kind}, {line.label}"
-            null_lines.append(_NullLine(means.at, values[means.at], label, line.colour))
+        if null_kind == "uniform":
+            cell = {"condition": line.condition, "layer": panel.layer}
+            values = uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
+        elif line.condition == BASELINE:
+            continue
+        else:
+            values = dilution_at_positions(
+                panel.result,
+                line.quantity,
+                line.condition,
+                panel.layer,
+                panel.head,
+                panel.prompts,
+            )
+        label = f"{null_kind}, {line.label}"
+        null_lines.append(_NullLine(means.at, values[means.at], label, line.colour))
 
     if null_kind == "uniform" and len(null_lines) == 2:
         first, second = null_lines
@@ -494,33 +516,3 @@ def _cut_first_token(
             row=row,
             col=column,
         )
-
-
-class _NullLine(NamedTuple):
-    """The values of the null at the positions of a line."""
-
-    positions: np.ndarray
-    values: np.ndarray
-    label: str
-    colour: str
-
-
-def _null_values(panel: Panel, line: PositionLine, null_kind: Null) -> np.ndarray | None:
-    """The null of a line, by position.
-
-    None for dilution in the baseline, which is the baseline itself.
-    """
-    if null_kind == "uniform":
-        cell = {"condition": line.condition, "layer": panel.layer}
-        return uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
-
-    if line.condition == BASELINE:
-        return None
-    return dilution_at_positions(
-        panel.result,
-        line.quantity,
-        line.condition,
-        panel.layer,
-        panel.head,
-        panel.prompts,
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle
 from textwrap import wrap
 from typing import Any
 
@@ -24,7 +23,12 @@ from mechattn.contrast.budget_table import (
 )
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
-from mechattn.render.figure_declaration import PageTable, PageWords, declare
+from mechattn.render.figure_declaration import (
+    PageTable,
+    PageWords,
+    declare,
+    listed_conditions,
+)
 from mechattn.render.words import (
     count_words,
     interval_of,
@@ -99,8 +103,10 @@ _SENTENCES = {
 
 def _with_table(words: PageWords, result: Result, options: Mapping[str, Any]) -> PageWords:
     """The words of a page beside the figure, with a table if there are conditions to show."""
-    table = page_table(result, options.get("conditions"))
-    return replace(words, table=table) if table.rows else words
+    changed_conditions = _changed_conditions(result, options.get("conditions"))
+    if not changed_conditions:
+        return words
+    return replace(words, table=page_table(result, changed_conditions))
 
 
 @declare(NAME, report=[{}], add_words=_with_table)
@@ -123,21 +129,20 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
         OptionError: The budget was not measured, or there is no such condition.
     """
     dataset = result[NAME]
-    names = result.conditions[1:] if conditions is None else conditions
-    shown_conditions = [result.condition(name) for name in names]  # raises for the baseline
+    changed_conditions = _changed_conditions(result, conditions)
 
-    figure = _panels(shown_conditions)
-    for column, condition in enumerate([BASELINE, *shown_conditions], 1):
+    figure = _panels(changed_conditions)
+    for column, condition in enumerate([BASELINE, *changed_conditions], 1):
         _stack(figure, result, condition, column)
     figure.update_xaxes(
         title_text="layer", title_standoff=4, **draw.numbered_ticks(dataset.sizes["layer"])
     )
     figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
     figure.update_yaxes(range=[0, 100], row=1)
-    height = 400
-    if shown_conditions:
-        _changes(figure, result, shown_conditions)
-        height = 720
+    height = 400  # with one row of panels
+    if changed_conditions:
+        _changes(figure, result, changed_conditions)
+        height = 720  # with two
 
     small_print = (
         f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
@@ -146,7 +151,7 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     if one_cause:
         small_print += f"; distance and hidden states are one cause, since {one_cause}"
     heading = f"{model_caption(result)}: what the question attends to"
-    draw.title_above_legend(figure, heading, small_print, height, 140)
+    draw.title_above_legend(figure, heading, small_print, height, margin_top=140)
 
     # The second legend is below the panels, with room for several rows in a narrow notebook.
     lower_legend = dict(orientation="h", y=0, yref="container", yanchor="bottom")
@@ -158,32 +163,31 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
         margin_b=120,
     )
     sentences = []
-    for condition in shown_conditions:
+    for condition in changed_conditions:
         sentences += budget_sentences(result, condition)
     return says(figure, *sentences)
 
 
-def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageTable:
+def page_table(result: Result, conditions: Sequence[str]) -> PageTable:
     """The budget as a table of words, in points of 100.
 
     Args:
         result: A result with the budget.
-        conditions: The conditions; all but the baseline by default.
+        conditions: Conditions other than the baseline.
 
     Returns:
         A row for each condition and payer; a column for each cause that is known in any of them.
     """
-    names = result.conditions[1:] if conditions is None else conditions
     cause_words = _cause_words(result)
     causes_of_any: set[str] = set()
-    for condition in names:
+    for condition in conditions:
         causes_of_any.update(known_causes(result, condition))
     causes = [cause for cause in cause_words if cause in causes_of_any]
     header = ["condition", "payer", "without", "with", "change (points of 100)"]
     header += [f"by {cause_words[cause]}" for cause in causes]
 
     rows = []
-    for condition in names:
+    for condition in conditions:
         for _, budget in budget_table(result, condition).iterrows():
             cells = [
                 condition,
@@ -192,6 +196,7 @@ def page_table(result: Result, conditions: Sequence[str] | None = None) -> PageT
                 _point_words(budget, "value", ".1f"),
             ]
             for column in ("change", *causes):
+                # A cause may be known in other conditions only.
                 cells.append(_point_words(budget, column) if column in budget else "–")
             rows.append(cells)
 
@@ -206,7 +211,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
     are known. If nothing is inserted, one sentence gives all changes instead of the first two.
     """
     table = budget_table(result, condition).set_index("payer")
-    question = table.loc["question"]
+    own_budget = table.loc["question"]
     has_insertion = "inserted" in table.index and table.change["inserted"] > 0
 
     # With an insertion, the question's own change has a sentence of its own.
@@ -235,10 +240,10 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
 
     cause_words = _cause_words(result)
     cause_changes = [
-        f"{cause_words[cause]} {_point_words(question, cause)}"
+        f"{cause_words[cause]} {_point_words(own_budget, cause)}"
         for cause in known_causes(result, condition)
     ]
-    own_change = _point_words(question, "change")
+    own_change = _point_words(own_budget, "change")
     if cause_changes:
         causes = ", ".join(cause_changes)
         sentences.append(_SENTENCES["causes"].format(question=own_change, causes=causes))
@@ -263,19 +268,25 @@ def own_attention_words(result: Result, condition: str) -> str:
     budget = budget_table(result, condition).set_index("payer").loc["question"]
     layer_budget = budget_table(result, condition, layer).set_index("payer").loc["question"]
 
-    direction = "similar"
     if np.isnan(budget.change_low):
         direction = "unknown"
     elif budget.change_low > 0:
         direction = "more"
     elif budget.change_high < 0:
         direction = "less"
+    else:
+        direction = "similar"
 
     return (
         f"{_OWN_ATTENTION[direction]}: {_point_words(budget, 'change')} of 100 points over all"
         f" layers, and {_point_words(layer_budget, 'change')} in layer {layer}, the largest change"
         f" of {len(layers)} layers"
     )
+
+
+def _changed_conditions(result: Result, conditions: Sequence[str] | None) -> list[str]:
+    """The listed conditions without the baseline, which is always shown; by default all."""
+    return [name for name in listed_conditions(result, conditions) if name != BASELINE]
 
 
 def _panels(conditions: Sequence[str]) -> go.Figure:
@@ -325,24 +336,11 @@ def _bars(figure: go.Figure, interval: Interval, layers: np.ndarray, **style: An
 
 
 def _changes(figure: go.Figure, result: Result, conditions: Sequence[str]) -> None:
-    """Draw the lower row: the change of each payer over all layers, and the causes for each
-    condition."""
-    _changes_by_payer(figure, result, conditions)
-    for column, condition in enumerate(conditions, 2):
-        _causes(figure, result, condition, column)
-
-    # The panels of causes have one range, so that conditions can be compared. Plotly refers to
-    # "yaxis7" as "y7".
-    first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
-    for column in range(3, len(conditions) + 2):
-        figure.update_yaxes(matches=first_axis, row=2, col=column)
-
-
-def _changes_by_payer(figure: go.Figure, result: Result, conditions: Sequence[str]) -> None:
-    """Draw the change of what each payer gets over all layers, one mark per condition."""
+    """Draw the lower row: the change of what each payer gets over all layers, one mark per
+    condition, and the causes for each condition."""
     spacing = 0.8 / len(conditions)  # payers are 1 apart
     middle_index = (len(conditions) - 1) / 2
-    for index, (condition, symbol) in enumerate(zip(conditions, cycle(_SYMBOLS))):
+    for index, condition in enumerate(conditions):
         table = budget_table(result, condition)
         draw.points(
             figure,
@@ -353,7 +351,7 @@ def _changes_by_payer(figure: go.Figure, result: Result, conditions: Sequence[st
             row=2,
             sideways=True,  # the payers' names, one above the other, fit at any width
             legend=_LOWER_LEGEND,
-            marker=dict(size=8, symbol=symbol),
+            marker=dict(size=8, symbol=_SYMBOLS[index % len(_SYMBOLS)]),
             customdata=table.payer,
             meta=["payer"],
             hovertemplate="%{customdata}: %{x:.2f}<extra></extra>",
@@ -365,6 +363,15 @@ def _changes_by_payer(figure: go.Figure, result: Result, conditions: Sequence[st
     figure.update_yaxes(draw.named_ticks(names), row=2, col=1)
     # This is the only axis without layers, so it does not have their ticks.
     figure.update_xaxes(title_text="change (points)", tick0=None, dtick=None, row=2, col=1)
+
+    for column, condition in enumerate(conditions, 2):
+        _causes(figure, result, condition, column)
+
+    # The panels of causes have one range, so that conditions can be compared. Plotly refers to
+    # "yaxis7" as "y7".
+    first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
+    for column in range(3, len(conditions) + 2):
+        figure.update_yaxes(matches=first_axis, row=2, col=column)
 
 
 def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> None:

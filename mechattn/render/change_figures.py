@@ -5,7 +5,7 @@ option.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, cycle
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from mechattn.prompts.sweeps import SweptCondition, swept_conditions
 from mechattn.render import draw
 from mechattn.render.attention_figures import common_null
 from mechattn.render.draw import OTHERS, WITH, WITHOUT
-from mechattn.render.figure_declaration import declare
+from mechattn.render.figure_declaration import compared_conditions, declare
 from mechattn.render.words import (
     NULL_NAMES,
     change_beside_null,
@@ -98,12 +98,20 @@ def change_map(
         "low": f"{column}_low",
         "high": f"{column}_high",
     }
-    name = f"change{beyond_words}"
-    hover = f"{name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
+    map_name = f"change{beyond_words}"
+    hover = f"{map_name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     quantity_name = quantity_words(quantity, table.segment.iloc[0])
     bar_words = f"change of {quantity_name}{beyond_words} ({table.scale.iloc[0]})"
-    figure = draw.head_map(table, column, f"q_{column}", hover_columns, hover, name, bar_words)
+    figure = draw.head_map(
+        table,
+        value_column=column,
+        q_column=f"q_{column}",
+        hover_columns=hover_columns,
+        hover=hover,
+        name=map_name,
+        bar_words=bar_words,
+    )
 
     heading = f"{model_caption(result)}: {quantity_name}, change{_relative_to(to)}{beyond_words}"
     significant = _significant_words(table, column)
@@ -148,29 +156,27 @@ def changes(
         OptionError: There is no such condition, none is named after the option, one inserts a
             different number of tokens than ``to``, or the quantity has no relative change.
     """
-    if conditions is None:
-        result.condition()  # raises for a result with only the baseline
-        conditions = [name for name in result.conditions[1:] if name != to]
-    if not conditions:
-        raise OptionError(
-            f"there is no condition to compare with {to!r}; give at least one in conditions"
-        )
-    names = list(dict.fromkeys(conditions))
-    lines = [Line("measured", "", names, names)]
+    names = compared_conditions(result, conditions, to)
+    lines = [Line(name="measured", suffix="", conditions=names, x=names)]
     if over:
         lines = swept_lines(names, over, quantity)
+
+    null_kind = null
     if null is None:
-        shown_conditions = chain.from_iterable(line.conditions for line in lines)
-        null = common_null(
-            [Contrast(result, condition, to, quantity, segment) for condition in shown_conditions]
+        null_kind = common_null(
+            [
+                Contrast(result, name, to, quantity, segment)
+                for line in lines
+                for name in line.conditions
+            ]
         )
 
     figure = draw.panels()
     sentences = []
     for line, colour in zip(lines, cycle((WITH, *OTHERS))):
         contrasts = [
-            Contrast(result, condition, to, quantity, segment, null=null)
-            for condition in line.conditions
+            Contrast(result, name, to, quantity, segment, null=null_kind)
+            for name in line.conditions
         ]
         phrases = _draw_changes(figure, line, contrasts, layer, over, colour)
         if over:
@@ -178,8 +184,8 @@ def changes(
         sentences.append(f"{'; '.join(phrases)}.")
     draw.rule(figure, y=0)
 
-    segment = segment_of(variable_of(result, quantity), segment)
-    quantity_name = f"{quantity_words(quantity, segment)}{_relative_to(to)}"
+    shown_segment = segment_of(variable_of(result, quantity), segment)
+    quantity_name = f"{quantity_words(quantity, shown_segment)}{_relative_to(to)}"
     heading = f"{model_caption(result)}: change of {quantity_name}"
     if over:
         heading += f", by {over}"
@@ -231,9 +237,13 @@ def swept_lines(conditions: Sequence[str], over: str, quantity: str) -> list[Lin
         suffix = ""
         if other_options and len(by_other_options) > 1:
             suffix = f", {other_options}"
-        names = [condition.name for condition in line_conditions]
-        x = [condition.value for condition in line_conditions]
-        lines.append(Line(other_options or quantity, suffix, names, x))
+        line = Line(
+            name=other_options or quantity,
+            suffix=suffix,
+            conditions=[condition.name for condition in line_conditions],
+            x=[condition.value for condition in line_conditions],
+        )
+        lines.append(line)
     return lines
 
 
@@ -354,30 +364,34 @@ def _draw_changes(
     x = list(line.x)
     percents: list[np.ndarray] = []  # the estimate and its ends at each x
     null_percents: list[float] = []
-    phrases = []
     if over == "count" and contrasts[0].to == BASELINE:
         # A count of 0 is the baseline, which does not change.
         x = [0.0, *x]
         percents = [np.zeros(3)]
         null_percents = [0.0]
 
+    phrases = []
+    has_null = True
     for contrast in contrasts:
         change, null_change = contrast.overall(layer)
         percents.append(100 * np.array(change))
-        if null_change is not None:
+        if null_change is None:
+            has_null = False
+        else:
             null_percents.append(100 * float(null_change.estimate))
         words = change_beside_null(change, null_change, contrast.null_used)
         phrases.append(f"{contrast.condition}: {words}")
 
-    mode = "markers"
-    null_mark = _NULL_MARK
     if over:
         mode = "lines+markers"
         null_mark = {}
+    else:
+        mode = "markers"
+        null_mark = _NULL_MARK
     hover = "%{x}: %{y:.1f} %<extra></extra>"
     estimates = np.transpose(percents)
     draw.points(figure, x, estimates, line.name, colour, mode=mode, hovertemplate=hover)
-    if len(null_percents) == len(x):
+    if has_null:
         null_name = NULL_NAMES[contrasts[0].null_used] + line.suffix
         draw.dotted(
             figure,

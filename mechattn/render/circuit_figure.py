@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,11 +22,21 @@ if TYPE_CHECKING:
 _ARC_POINTS = 9  # enough that an edge looks smooth
 _HEAD_OR_MLP = re.compile(r"L(?P<layer>\d+)(?:H(?P<head>\d+)|MLP)")
 _WIDEST = 7.0  # the width in pixels of the edge with the largest score
+# How far to the side an edge is bent, in distances between two heads: less than half of one, so that
+# an edge straight up stays nearer to its own head than to the next.
+_LARGEST_BEND = 0.35
 # The part of a node's name that an axis shows, and that its circle therefore leaves out.
 _ON_THE_AXES = re.compile(r"L\d+H?|embedding|logits")
 # How far to the side of a head's middle an edge enters its queries and values, as a fraction of the
 # figure's width, because the circle of a head has the same size in any model.
 _SHIFT_OF_INPUT = {"q": -0.01, "v": 0.01}
+
+
+class _Place(NamedTuple):
+    """Where a node is drawn."""
+
+    across: float  # in heads, from 0
+    up: float  # in layers that have an edge, from 0 for the embedding
 
 
 @declare("circuit")
@@ -60,11 +71,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     places = {node: _place(node, head_count, layers) for node in nodes}
 
     figure = draw.panels()
-    _legend_of_edges(figure)
-    largest_score = table.effect.abs().max()
-    for _, edge in table[::-1].iterrows():  # the largest on top
-        for node in nodes_of_reader[edge.reader]:
-            _arc(figure, edge, places[edge.writer], places[node], largest_score, head_count)
+    _edges(figure, table, nodes_of_reader, places, head_count)
     _nodes(figure, places)  # after the edges, so that a node covers their ends
 
     ticks = ["embedding", *map(str, layers), "logits"]
@@ -87,28 +94,34 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     )
 
 
-def _place(node: str, head_count: int, layers: list[int]) -> tuple[float, float]:
-    """Where a node is drawn, across and up.
+def _place(node: str, head_count: int, layers: list[int]) -> _Place:
+    """The place of a node.
 
     The embedding is at height 0, the layers are above it in their order, and the logits are at the
     top. The MLP of a layer is on the right of its heads and a little higher.
     """
-    middle = (head_count - 1) / 2
-    if node == "embedding":
-        return middle, 0
-    if node == "logits":
-        return middle, len(layers) + 1
-
     match = _HEAD_OR_MLP.match(node)
-    assert match is not None  # every other node is a head or an MLP
+    if match is None:  # the embedding or the logits
+        top = len(layers) + 1
+        return _Place((head_count - 1) / 2, top if node == "logits" else 0)
+
     height = layers.index(int(match["layer"])) + 1
-    if match["head"]:
-        return float(match["head"]), height
-    return head_count + 0.3, height + 0.5
+    if match["head"] is None:  # an MLP
+        return _Place(head_count + 0.3, height + 0.5)
+    return _Place(float(match["head"]), height)
 
 
-def _legend_of_edges(figure: go.Figure) -> None:
-    """Add an entry to the legend for each colour of edges, since single edges have none."""
+def _edges(
+    figure: go.Figure,
+    table: pd.DataFrame,
+    nodes_of_reader: Mapping[str, Sequence[str]],
+    places: Mapping[str, _Place],
+    head_count: int,
+) -> None:
+    """Draw the edges of a circuit's table, each to all nodes that its reader is an input of.
+
+    Each colour has an entry in the legend, since single edges have none.
+    """
     for colour, verb in ((WITHOUT, "lowers"), (WITH, "raises")):
         figure.add_scatter(
             x=[None],
@@ -118,66 +131,53 @@ def _legend_of_edges(figure: go.Figure) -> None:
             name=f"the other output {verb} the metric",
         )
 
+    q_column = f"q_{table.attrs['tested']}"
+    largest_score = table.effect.abs().max()
+    for _, edge in table[::-1].iterrows():  # the largest on top
+        _, _, head_input = edge.reader.partition(".")
+        shift = head_count * _SHIFT_OF_INPUT.get(head_input, 0.0)
+        relative_size = abs(edge.effect) / largest_score
+        colour = WITH if edge.effect > 0 else WITHOUT
+        hover = (
+            f"{edge.writer} → {edge.reader}<br>"
+            f"{number_words(interval_of(edge, 'effect'), '+.3g')}<br>"
+            f"q = {edge[q_column]:.2g}<br>random direction {in_digits(edge.random, '+.3g')}"
+        )
+        for node in nodes_of_reader[edge.reader]:
+            middle = places[node]
+            end = _Place(middle.across + shift, middle.up)
+            x, y = _arc(places[edge.writer], end)
+            figure.add_scatter(
+                x=x,
+                y=y,
+                mode="lines",
+                hovertext=hover,
+                hoverinfo="text",
+                line=dict(color=colour, width=max(1.0, _WIDEST * relative_size)),
+                opacity=0.75,
+                showlegend=False,
+            )
 
-def _arc(
-    figure: go.Figure,
-    edge: pd.Series,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    largest_score: float,
-    head_count: int,
-) -> None:
-    """Draw an edge, which enters a head at the side of its queries, keys or values.
 
-    Args:
-        figure: The figure.
-        edge: A row of the circuit's table.
-        start: The place of the writer, across and up.
-        end: The place of the reader.
-        largest_score: The largest absolute score of the circuit; its edge is the widest.
-        head_count: The number of heads in a layer, which is the width of the figure.
+def _arc(start: _Place, end: _Place) -> tuple[np.ndarray, np.ndarray]:
+    """The points of an edge, across and up.
+
+    It is bent by half a sine, so that edges over several layers do not hide each other. One that
+    rises by less than two layers is bent less.
     """
-    _, _, reader_input = edge.reader.partition(".")
-    x0, y0 = start
-    x1, y1 = end
-    x1 += head_count * _SHIFT_OF_INPUT.get(reader_input, 0.0)
-
-    # An edge is bent by half a sine, so that edges over several layers do not hide each other. The
-    # bend is at most a third of the distance of two heads, and less for an edge to the next layer.
+    width = end.across - start.across
+    rise = end.up - start.up
     fraction = np.linspace(0, 1, _ARC_POINTS)
-    side = 1 if x1 >= x0 else -1
-    largest_bend = 0.35 * side * min(1.0, (y1 - y0) / 2)
-    bend = largest_bend * np.sin(np.pi * fraction)
-
-    q = edge.q_effect
-    if np.isnan(q):  # effects cannot be below 0, so a random direction is compared instead
-        q = edge.q_beyond_random
-    hover = (
-        f"{edge.writer} → {edge.reader}<br>"
-        f"{number_words(interval_of(edge, 'effect'), '+.3g')}<br>"
-        f"q = {q:.2g}<br>random direction {in_digits(edge.random, '+.3g')}"
-    )
-
-    colour = WITH if edge.effect > 0 else WITHOUT
-    relative_size = abs(edge.effect) / largest_score
-    figure.add_scatter(
-        x=x0 + (x1 - x0) * fraction + bend,
-        y=y0 + (y1 - y0) * fraction,
-        mode="lines",
-        hovertext=hover,
-        hoverinfo="text",
-        line=dict(color=colour, width=max(1.0, _WIDEST * relative_size)),
-        opacity=0.75,
-        showlegend=False,
-    )
+    side = 1 if width >= 0 else -1
+    bend = _LARGEST_BEND * side * min(1.0, rise / 2) * np.sin(np.pi * fraction)
+    return start.across + width * fraction + bend, start.up + rise * fraction
 
 
-def _nodes(figure: go.Figure, places: dict[str, tuple[float, float]]) -> None:
+def _nodes(figure: go.Figure, places: Mapping[str, _Place]) -> None:
     """Draw a circle for each node, with the part of its name that the axes do not show."""
-    x, y = np.reshape(list(places.values()), (-1, 2)).T  # also without nodes
     figure.add_scatter(
-        x=x,
-        y=y,
+        x=[place.across for place in places.values()],
+        y=[place.up for place in places.values()],
         mode="markers+text",
         text=[_ON_THE_AXES.sub("", node) for node in places],
         hovertext=list(places),

@@ -15,6 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, head_named
 
@@ -231,6 +232,42 @@ def several(results: Sequence[Result] | Result) -> list[Result]:
     if not results:
         raise OptionError("results=[] is empty; give at least one")
     return list(results)
+
+
+def listed_conditions(result: Result, conditions: Sequence[str] | None) -> list[str]:
+    """The conditions that a user lists for a figure, each once; by default all.
+
+    Raises:
+        OptionError: The result has no such condition, or one name is given instead of a list.
+    """
+    if conditions is None:
+        return result.conditions
+    if isinstance(conditions, str):
+        raise OptionError(f"conditions={conditions!r}: give a list, such as [{conditions!r}]")
+    names = list(dict.fromkeys(conditions))
+    for name in names:
+        check_condition(result, name)
+    return names
+
+
+def compared_conditions(
+    result: Result, conditions: Sequence[str] | None, to: str = BASELINE
+) -> list[str]:
+    """The conditions that a figure compares with ``to``: those that are listed, or by default all,
+    without the baseline and without ``to``.
+
+    Raises:
+        OptionError: There is none, or as for :func:`listed_conditions`.
+    """
+    result.condition()  # raises if the result has only the baseline
+    names = listed_conditions(result, conditions)
+    compared_names = [name for name in names if name not in (BASELINE, to)]
+    if not compared_names:
+        raise OptionError(
+            f"there is no condition to compare with {to!r}: run or name at least one more; the"
+            f" result has {result.conditions}"
+        )
+    return compared_names
 
 
 def head_list(heads: Sequence[int | str] | int | str) -> list[int | str]:

@@ -74,9 +74,10 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
     }
 
     if trace.type == "heatmap":
-        x, y = (grid.ravel() for grid in np.meshgrid(x, y))
+        cell_x, cell_y = np.meshgrid(x, y)
         z = np.asarray(trace.z, dtype=np.float64)
-        columns |= {"z_is": trace.colorbar.title.text, "x": x, "y": y, "z": z.ravel()}
+        columns["z_is"] = trace.colorbar.title.text
+        columns |= {"x": cell_x.ravel(), "y": cell_y.ravel(), "z": z.ravel()}
     else:
         columns |= {"x": _in_words(x, x_axis), "y": _in_words(y, y_axis)}
         # A trace has bars along at most one axis.
@@ -88,7 +89,7 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
     if trace.meta:
         # The numbers on hover, whose names are in ``meta``. They may be the ends of a band or of a
         # cell's interval, or an x beyond the axis, whose point is drawn at the edge.
-        customdata = np.asarray(trace.customdata).reshape(len(x), -1)
+        customdata = np.asarray(trace.customdata).reshape(-1, len(trace.meta))
         hover_numbers = pd.DataFrame(customdata, columns=list(trace.meta))
         columns |= hover_numbers.filter(["x", "low", "high"]).to_dict("list")
 

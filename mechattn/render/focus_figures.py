@@ -16,7 +16,7 @@ from mechattn.render.words import count_words, model_caption, number_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
-# Bounds of the attention to the first token, and their words in a sentence.
+# Ranges of the attention to the first token: above, up to, and their words in a sentence.
 _RANGES = (
     (0.0, impact.STRONGEST_ABOVE, "at most half"),
     (impact.STRONGEST_ABOVE, 1.0, "more than half"),
@@ -95,12 +95,12 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
     """Draw the median with its quartiles and the mean with its interval, for bins with queries."""
     has_queries = (rows.queries > 0).to_numpy()
     x = np.flatnonzero(has_queries)
-    rows = rows[has_queries]
-    bin_words = np.array(_bin_words(rows), dtype=object)
+    bins = rows[has_queries]
+    bin_words = np.array(_bin_words(bins), dtype=object)
     draw.line_and_band(
         figure,
         x,
-        Interval(rows["median"], rows.quartile_low.to_numpy(), rows.quartile_high.to_numpy()),
+        Interval(bins["median"], bins.quartile_low.to_numpy(), bins.quartile_high.to_numpy()),
         None,
         colour,
         column=column,
@@ -108,11 +108,11 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
     )
 
     hover_columns = ["low", "high", "median", "quartile_low", "quartile_high"]
-    hover_numbers = rows[hover_columns].to_numpy(dtype=object)
+    hover_numbers = bins[hover_columns].to_numpy(dtype=object)
     draw.points(
         figure,
         x,
-        (rows["mean"], rows.low, rows.high),
+        Interval(bins["mean"], bins.low, bins.high),
         "mean",
         colour,
         column,
@@ -155,10 +155,10 @@ def _measured_answer(result: Result, condition: str, segment: str) -> str:
         share_words = f"{100 * share:.3g}\u00a0% of the queries"
         phrases.append(f"{number_words(update_size)} where it holds {range_words} ({share_words})")
 
-    layers = "all layers"
+    layer_words = "all layers"
     if result["head_updates"].layer.max() >= impact.EARLY_LAYERS:
-        layers = f"layers from {impact.EARLY_LAYERS} on"
+        layer_words = f"layers from {impact.EARLY_LAYERS} on"
     return (
         f"Updates over the mean of their layer, by the attention that {segment} queries give to the"
-        f" first token ({layers}): {'; '.join(phrases)}. No impact would be 0."
+        f" first token ({layer_words}): {'; '.join(phrases)}. No impact would be 0."
     )

@@ -85,16 +85,16 @@ def pattern(
     check_layer(layer, dataset)
     check_condition(result, condition)
     _check_prompt(prompt, dataset)
-    heads = check_heads(heads, dataset["head"].values.tolist(), layer)
+    head_numbers = check_heads(heads, dataset["head"].values.tolist(), layer)
 
-    head_names = [head_name(layer, head) for head in heads]
-    maps, tokens = _maps_and_tokens(result, layer, heads, condition, prompt)
+    head_names = [head_name(layer, number) for number in head_numbers]
+    maps, tokens = _maps_and_tokens(result, layer, head_numbers, condition, prompt)
     model_and_layer = f"{model_caption(result)}, layer {layer}"
     if not difference:
         caption = f"{model_and_layer}, condition “{condition}”"
         return _heads_view(maps, tokens, head_names, caption)
 
-    baseline_maps, baseline_tokens = _maps_and_tokens(result, layer, heads, BASELINE, prompt)
+    baseline_maps, baseline_tokens = _maps_and_tokens(result, layer, head_numbers, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
     original_positions = np.flatnonzero(origin >= 0)
     original_queries = maps[:, original_positions]
@@ -145,8 +145,8 @@ def received_text(
     """
     condition = result.shown_condition(condition)
     dataset = result["received_attention"]
-    received = received_by_prompt(dataset)
-    if received is None:
+    received_of_prompts = received_by_prompt(dataset)
+    if received_of_prompts is None:
         raise OptionError(
             'the result has only means over prompts; run with keep="prompts" to see one prompt'
         )
@@ -159,10 +159,10 @@ def received_text(
     if heads is not None:
         shown_heads = check_heads(heads, measured_heads, layer)
         head_words = f"heads {', '.join(map(str, shown_heads))}"
-    received = received.isel(prompt=prompt).sel(layer=layer, head=shown_heads).mean("head")
+    received = received_of_prompts.isel(prompt=prompt).sel(layer=layer, head=shown_heads)
 
     conditions = list(dict.fromkeys([BASELINE, condition]))
-    values = received.sel(condition=conditions).values
+    values = received.mean("head").sel(condition=conditions).values
     # Keys that no counted query sees, and positions beyond the end of a prompt, are NaN.
     sorted_values = np.sort(values[np.isfinite(values)])
     # A prompt of one token has no value, and all tokens of a prompt may receive nothing.
@@ -177,7 +177,7 @@ def received_text(
         body += _coloured_tokens(caption, tokens, token_values[: len(tokens)], scale_end)
         line_count += len(tokens) // 12 + 1  # about twelve tokens fit into a line of a notebook
 
-    return View(body, 130 + 24 * line_count, script=None)
+    return View(body, height=130 + 24 * line_count)
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,12 @@ class View:
 
     body: str
     height: int = 620
-    script: Script | None = "circuitsvis"
+    script: Script | None = None
 
     def page(self) -> str:
         """Return a complete HTML document that opens offline."""
         script = ""
-        if self.script:
+        if self.script is not None:
             script = f"<script>{view_script(self.script)}</script>"
         style = f":root {{ color-scheme: light dark }} body {{ font-family: {FONT} }}"
         return (
@@ -247,7 +247,10 @@ def squeezed(text: str) -> str:
 
 @cache
 def view_script(script: Script = "circuitsvis") -> str:
-    """The script of the installed circuitsvis (1.3 MB) or plotly (4.5 MB). A page needs it once."""
+    """The script of the installed circuitsvis (1.3 MB) or plotly (4.5 MB). A page needs it once.
+
+    "</script" in it is escaped, as it would end the element that contains the script.
+    """
     if script == "plotly":
         import plotly.offline
 
@@ -309,7 +312,8 @@ def check_page_place(path: str | Path, force: bool = False) -> None:
         raise OutputError(f'{path!r} is not a path: give one such as "out/page.html"')
     path = Path(path)
     check_writable(path)
-    if path.exists() and not (path.is_file() and (force or _is_ours(path))):
+    may_replace = path.is_file() and (force or _is_ours(path))
+    if path.exists() and not may_replace:
         raise OutputError(
             f"{path} exists and was not written by mechattn, so it is not replaced; choose another"
             " name, or give --force (in Python force=True)"
@@ -377,7 +381,8 @@ def _heads_view(
     digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
     view_id = f"view-{digest[:12]}"
     script = f'CircuitsVis.render("{view_id}", CircuitsVis.AttentionHeads, {data})'
-    return View(_figure(caption, f'<div id="{view_id}"></div>') + f"<script>{script}</script>")
+    body = _figure(caption, f'<div id="{view_id}"></div>') + f"<script>{script}</script>"
+    return View(body, script="circuitsvis")
 
 
 def _figure(caption: str, content: str) -> str:

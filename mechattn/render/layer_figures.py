@@ -17,7 +17,6 @@ from mechattn.contrast.means import mean_over_prompts, overall_mean
 from mechattn.contrast.quantities import (
     NULLS,
     Null,
-    check_condition,
     in_parts,
     in_segment,
     values_beside_null,
@@ -25,7 +24,7 @@ from mechattn.contrast.quantities import (
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
-from mechattn.render.figure_declaration import declare
+from mechattn.render.figure_declaration import declare, listed_conditions
 from mechattn.render.words import (
     NULL_NAMES,
     count_words,
@@ -171,7 +170,19 @@ def scale_by_layer(
 
     titles = ["attention left to the original keys (λ)", "what λ · output + Σσ misses"]
     figure = draw.panels(titles)
-    _head_lines(figure, result, dataset.scale)
+    head_means = mean_over_prompts(result, dataset.scale.transpose("prompt", "layer", "head"))
+    for sorted_means in np.sort(head_means.estimate, axis=1).T:
+        figure.add_scatter(
+            x=layers,
+            y=sorted_means,
+            mode="lines",
+            showlegend=False,
+            hoverinfo="skip",
+            line=dict(width=0.7, color=faint(WITH, 0.45)),
+            row=1,
+            col=1,
+        )
+
     for values, name, colour, column in (
         (dataset.scale, "λ, mean of the heads", WITH, 1),
         (dataset.relative_error, "relative output error", THIRD, 2),
@@ -228,11 +239,9 @@ class _LayerQuantity:
             OptionError: There is no such quantity, segment or condition, the quantity has several
                 numbers per head, or no prompt has a value.
         """
-        names = result.conditions if conditions is None else list(conditions)
+        names = listed_conditions(result, conditions)
         if not names:
             raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
-        for name in names:
-            check_condition(result, name)
 
         variable, null, null_kind = values_beside_null(result, quantity, segment, names)
         measured_names = [
@@ -266,9 +275,10 @@ class _LayerQuantity:
 
     def small_print(self, drawn_words: str) -> str:
         """The text under a title: the segment, what is drawn, and the null or why there is none."""
-        phrases = [drawn_words]
+        phrases = []
         if "segment" in self.variable.coords:
-            phrases.insert(0, f"{self.segment} tokens")
+            phrases.append(f"{self.segment} tokens")
+        phrases.append(drawn_words)
 
         reason = self.variable.attrs.get("no_null")
         if self.null is not None:
@@ -390,21 +400,5 @@ def _sentence(layer_quantity: _LayerQuantity) -> str:
 
     name = str(variable.name).removesuffix("_by_segment")  # the suffix of stored variables
     averaged_dims = [f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition")]
-    mean_of = " and ".join(averaged_dims)
-    return f"{name} ({variable.attrs['units']}), mean over {mean_of}: {'; '.join(phrases)}."
-
-
-def _head_lines(figure: go.Figure, result: Result, scale: xr.DataArray) -> None:
-    """Draw the means of all heads as thin lines, sorted within each layer."""
-    means = mean_over_prompts(result, scale.transpose("prompt", "layer", "head")).estimate
-    for line in np.sort(means, axis=1).T:
-        figure.add_scatter(
-            x=scale.layer.values,
-            y=line,
-            mode="lines",
-            showlegend=False,
-            hoverinfo="skip",
-            line=dict(width=0.7, color=faint(WITH, 0.45)),
-            row=1,
-            col=1,
-        )
+    dim_words = " and ".join(averaged_dims)
+    return f"{name} ({variable.attrs['units']}), mean over {dim_words}: {'; '.join(phrases)}."

@@ -12,7 +12,6 @@ from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.quantities import (
     NULLS,
     Null,
-    check_condition,
     check_layer,
     inserted_words,
 )
@@ -32,7 +31,7 @@ from mechattn.render.attention_figures import (
     shared_inserted_span,
 )
 from mechattn.render.draw import THIRD, WITH, WITHOUT, faint
-from mechattn.render.figure_declaration import declare, several
+from mechattn.render.figure_declaration import declare, listed_conditions, several
 from mechattn.render.words import (
     band_words,
     change_beside_null,
@@ -83,8 +82,7 @@ def received_by_model(
         raise OptionError(f"conditions={conditions!r}: give two, such as ('slash', 'sentence')")
     for result in results:
         check_layer(layer, result[NAME])
-        for name in conditions:
-            check_condition(result, name)
+        listed_conditions(result, conditions)  # raises if the result lacks one
 
     null_kind = null_by_position(results, conditions, null)
     panels = _panels_of_models(results, layer, heads, conditions[0])
@@ -98,15 +96,14 @@ def received_by_model(
     ]
     figure = by_position(panels, titles, [lines], null_kind)
     for column, result in enumerate(results, 1):
-        spans = {
-            shared_inserted_span(result, name) for name in conditions
-        }  # a shared one is drawn once
-        for span in spans:
+        # A span that both conditions share is drawn once.
+        for span in {shared_inserted_span(result, name) for name in conditions}:
             shade(figure, span, 1, column)
 
     prompt_counts = sorted({len(panel.prompts) for panel in panels})
     prompt_words = ", ".join(map(str, prompt_counts))
-    group_words = "".join(dict.fromkeys(map(band_words, results)))  # said once, of any result
+    # The note on groups is the same for all results that have groups, and is written once.
+    group_words = "".join({band_words(result) for result in results})
     small_print = [
         f"mean over {prompt_words} prompts, bands: pointwise 95 % intervals{group_words}",
         DOTTED_WORDS[null_kind],
@@ -116,7 +113,7 @@ def received_by_model(
     if heads is None:
         small_print.append("the head with the largest change in the other half of the prompts")
     heading = f"{' and '.join(conditions)}: received attention"
-    draw.title_above_legend(figure, heading, "; ".join(small_print), 450, 150)
+    draw.title_above_legend(figure, heading, "; ".join(small_print), 450, margin_top=150)
 
     sentences = ["Change of the attention received by the question's tokens."]
     for panel in panels:
@@ -157,23 +154,24 @@ def verdicts(
     results = several(results)
     names = [result.condition(condition) for result in results]
     sides = list(zip(results, names, strict=True))
-    if null is None:
-        null = common_null([Contrast(result, name, segment=segment) for result, name in sides])
+    null_kind = null
+    if null_kind is None:
+        null_kind = common_null([Contrast(result, name, segment=segment) for result, name in sides])
 
-    verdict_list = [result.verdict(name, segment, null=null) for result, name in sides]
+    verdict_list = [result.verdict(name, segment, null=null_kind) for result, name in sides]
     changes = _percents([verdict.change for verdict in verdict_list])
     null_changes = _percents([verdict.null for verdict in verdict_list])
 
     figure = draw.panels()
-    _verdict_marks(figure, changes, null_changes, NULLS[null])
+    _verdict_marks(figure, changes, null_changes, NULLS[null_kind])
 
     # Each number is above or below its mark, clear of the rule at 0.
     numbers = np.concatenate([*changes, *null_changes])
     low = numbers.min(initial=0.0)
     high = numbers.max(initial=0.0)
     near_zero = 0.2 * (high - low)  # the width of a number
-    _write_numbers(figure, changes.estimate, near_zero, 17)
-    _write_numbers(figure, null_changes.estimate, near_zero, -17)
+    _write_numbers(figure, changes.estimate, near_zero, height=17)
+    _write_numbers(figure, null_changes.estimate, near_zero, height=-17)
 
     heading = f"Change of {quantity_words('received', segment)}"
     if len(set(names)) == 1:

@@ -63,7 +63,14 @@ def patching_map(patching: Patching) -> go.Figure:
             hover_columns[column] = column
 
     figure = draw.head_map(
-        table, "effect", q_column, hover_columns, hover, "effect", _effect_on(patching), x_column
+        table,
+        value_column="effect",
+        q_column=q_column,
+        hover_columns=hover_columns,
+        hover=hover,
+        name="effect",
+        bar_words=_effect_on(patching),
+        x_column=x_column,
     )
     # On an axis of numbers, cells would fill the gaps of layers and heads that were not patched.
     figure.update_layout(xaxis_type="category", yaxis_type="category")

@@ -95,7 +95,7 @@ def update_histogram(
         ticks, title_text=_AXIS_WORDS[quantity], range=_range(figure, "x", reference)
     )
     figure.update_yaxes(title_text="head", **draw.numbered_ticks(head_count))
-    return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
+    return _by_layer(figure, result, updates, reading, f"{quantity} of head updates", height=480)
 
 
 @declare(READINGS, report=[{}])
@@ -140,7 +140,8 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         _LOG_TICKS, title_text=_AXIS_WORDS["magnitude"], range=_range(figure, "x", reference)
     )
     figure.update_yaxes(title_text=_AXIS_WORDS["orientation"], range=_range(figure, "y", 0.0))
-    return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
+    subject = "orientation against magnitude of head updates"
+    return _by_layer(figure, result, updates, reading, subject, height=560)
 
 
 @declare(READINGS)
@@ -200,7 +201,7 @@ def update_by_position(
     draw.rule(figure, **_REFERENCE_RULE, y=1 / head_count)
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS_WORDS["magnitude"], type="log")
-    return _by_layer(figure, result, updates, "head updates by position", 500)
+    return _by_layer(figure, result, updates, reading, "head updates by position", height=500)
 
 
 def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
@@ -208,10 +209,9 @@ def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
     check_choice(READINGS, reading=reading)
     check_condition(result, condition)
     dataset = result[READINGS[reading]].sel(condition=condition)
-    dataset = dataset.rename(
+    return dataset.rename(
         {name: str(name).removeprefix(TopTargetUpdates.prefix) for name in dataset}
     )
-    return dataset.assign_attrs(reading=reading)
 
 
 class _Bins(NamedTuple):
@@ -291,9 +291,9 @@ def _range(figure: go.Figure, axis: Literal["x", "y"], reference: float) -> list
         reference: The value of the dotted line.
     """
     shown_values = [reference]
-    other_axis = {"x": 0, "y": 1}[axis]  # the axis of z [y, x] over which bins are looked up
+    across_axis = {"x": 0, "y": 1}[axis]  # that of z [y, x] along which a bin extends
     for trace in figure.data:
-        is_filled = np.isfinite(trace.z).any(other_axis)
+        is_filled = np.isfinite(trace.z).any(across_axis)
         shown_values += trace[axis][is_filled].tolist()
 
     middles = figure.data[0][axis]
@@ -302,12 +302,17 @@ def _range(figure: go.Figure, axis: Literal["x", "y"], reference: float) -> list
 
 
 def _by_layer(
-    figure: go.Figure, result: Result, updates: xr.Dataset, subject: str, height: int
+    figure: go.Figure,
+    result: Result,
+    updates: xr.Dataset,
+    reading: Reading,
+    subject: str,
+    height: int,
 ) -> go.Figure:
     """Finish a figure with one trace per layer: its title, a slider, and a sentence on the
     question's tokens."""
     small_print = f"{updates.condition.values}; {count_words(result)}"
-    if updates.attrs["reading"] == "top_target":
+    if reading == "top_target":
         small_print += "; only the part from the strongest target"
     if f"magnitude{BEFORE_NORM}" in updates:
         small_print += "; after the norm that follows attention"
@@ -316,10 +321,10 @@ def _by_layer(
     layers = updates.layer.values.tolist()
     titles = [draw.title_text(heading, f"layer {layer}; {small_print}") for layer in layers]
     slider_steps = []
-    for layer_index, (layer, title) in enumerate(zip(layers, titles, strict=True)):
+    for layer_index, layer in enumerate(layers):
         figure.data[layer_index].visible = layer_index == 0
         is_visible = [trace_index == layer_index for trace_index in range(len(layers))]
-        new_values = [{"visible": is_visible}, {"title.text": title}]
+        new_values = [{"visible": is_visible}, {"title.text": titles[layer_index]}]
         slider_steps.append(dict(method="update", label=str(layer), args=new_values))
 
     slider = dict(steps=slider_steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))

@@ -83,8 +83,6 @@ def test_agreement(result):
 
 
 def test_what_cannot_be_shown(result):
-    with pytest.raises(OptionError, match=r"besides the baseline; this result has 'slash'"):
-        ma.render.near_zero_by_class(result, ["baseline"])
     two = result.sel(prompt=result["sequences"].prompt.values[:2])
     with pytest.raises(OptionError, match="no class of token occurs in the questions of 3 prompts"):
         ma.render.near_zero_by_class(two)

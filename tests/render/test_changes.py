@@ -103,6 +103,8 @@ def test_sweeps(swept):
     assert list(places.x) == ["start", "random"]
     with pytest.raises(OptionError, match="named text="):
         ma.render.changes(swept, over="text")
+    with pytest.raises(OptionError, match="give a list"):
+        ma.render.changes(swept, "count=10")
 
 
 def test_a_null_of_no_change_is_said_once(measured):
@@ -128,9 +130,10 @@ def test_changes_by_condition(measured):
 
 
 def test_changes_from_a_control(measured):
-    figure = ma.render.changes(measured, to="sentence")
-    (drawn,) = (trace for trace in figure.data if trace.name == "measured")
-    assert list(drawn.x) == ["slash", "masked", "unshifted"]
+    turned = measured.sel(condition=["slash", "baseline", "sentence", "masked"])
+    figure = ma.render.changes(turned, to="sentence")
+    drawn = lines(figure)["measured"]
+    assert list(drawn.x) == ["slash", "masked"], "the baseline need not be the first"
     received = measured["received_attention"].received_by_segment.sel(segment="question")
     means = received.mean(["layer", "head"])
     change, _, high = percent_change(means.sel(condition="slash") / means.sel(condition="sentence"))

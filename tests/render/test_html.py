@@ -9,7 +9,7 @@ from mechattn.errors import OutputError
 from mechattn.markup import markdown_table
 from mechattn.render.html_views import GENERATOR, View, check_page_place, save_page
 
-VIEW = View("<p>seen</p>", script=None)
+VIEW = View("<p>seen</p>")
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def little_room():
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-LARGE = View("x" * 50_000, script=None)
+LARGE = View("x" * 50_000)
 
 
 def test_a_full_disk_leaves_the_old_page(tmp_path, little_room):
