@@ -170,9 +170,10 @@ def add_near_sums(
     attention from further away.
 
     Args:
-        near: The sums of all keys so far; changed in place.
+        near: The sums of the block's keys so far; changed in place. It is a view of the sums of all
+            keys, from ``first_key`` on.
         pattern: Attention probabilities of a block of rows.
-        counted: The queries of the whole sequence that count.
+        counted: Which of these rows count.
         first_query: The position of the block's first row.
         first_key: The position of its first key.
         gap: The smallest distance that is not near, in positions.

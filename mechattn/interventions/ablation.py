@@ -19,6 +19,7 @@ from mechattn.interventions.intervention import (
     as_tuple,
     is_head,
     on,
+    store_tuples,
     tensors_digest,
 )
 from mechattn.model.patch.keys_values_z import Z, changing_z, check_layers, heads_of
@@ -73,6 +74,8 @@ class HeadAblation:
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
+        pairs = tuple(tuple(head) for head in heads)
+        object.__setattr__(self, "heads", pairs)  # the dataclass is frozen
         if not isinstance(self.means, HeadMeans | None):
             raise OptionError(f"means={self.means!r}: give what ma.head_means(…) returns")
 
@@ -141,6 +144,7 @@ class AttentionKnockout:
     layers: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        store_tuples(self, "queries", "keys", "layers")
         if not as_tuple(self.queries) or not as_tuple(self.keys):
             raise OptionError(
                 f"{self} cuts no edge: give at least one segment of queries and of keys"
@@ -153,8 +157,11 @@ class AttentionKnockout:
     def marked(self, sequence: TokenSequence) -> TokenSequence:
         """Return the sequence with these edges cut.
 
+        Generated tokens belong to the answer. They are affected if the answer's queries are.
+
         Raises:
-            OptionError: The sequence already has cut edges, or no edge would be cut.
+            OptionError: The sequence already has cut edges, or no edge would be cut, neither of a
+                token of the sequence nor of a generated one.
         """
         if sequence.cut_edges is not None:
             raise OptionError(
@@ -164,17 +171,17 @@ class AttentionKnockout:
 
         queries = _in_segments(sequence, self.queries)
         keys = _in_segments(sequence, self.keys)
-        earlier_keys = keys.cumsum(0) - keys.long()  # how many hidden keys precede each token
-        if not (queries & (earlier_keys > 0)).any():
+        earlier_counts = keys.cumsum(0) - keys.long()  # of hidden keys, before each token
+        cuts_present = bool((queries & (earlier_counts > 0)).any())
+        cuts_generated = "answer" in as_tuple(self.queries) and bool(keys.any())
+        if not cuts_present and not cuts_generated:
             raise OptionError(
                 f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys}"
                 " in this sequence"
             )
 
         layers = None if self.layers is None else as_tuple(self.layers)
-        # Generated tokens belong to the answer.
-        cut_for_generated = "answer" in as_tuple(self.queries)
-        return replace(sequence, cut_edges=CutEdges(queries, keys, layers, cut_for_generated))
+        return replace(sequence, cut_edges=CutEdges(queries, keys, layers, later=cuts_generated))
 
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:

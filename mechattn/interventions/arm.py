@@ -14,7 +14,7 @@ from torch import Tensor
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
 from mechattn.functional.attention import in_working_dtype
-from mechattn.interventions.intervention import Acting, CurrentTarget, as_tuple, on
+from mechattn.interventions.intervention import Acting, CurrentTarget, as_tuple, on, store_tuples
 from mechattn.model.hooked import config_of
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
@@ -86,6 +86,7 @@ class ARM:
                 " not a fraction"
             )
 
+        store_tuples(self, "layers")
         layers = self.layer_numbers
         if not layers or not all(isinstance(layer, Integral) and layer >= 0 for layer in layers):
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")

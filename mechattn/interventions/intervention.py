@@ -57,6 +57,18 @@ def as_tuple(one_or_several: Any) -> tuple[Any, ...]:
     return tuple(one_or_several)
 
 
+def store_tuples(intervention: Any, *names: str) -> None:
+    """Replace lists and other iterables in these fields of a frozen dataclass by tuples.
+
+    Interventions with the same options are then equal, have the same hash, and can be read more
+    than once. A text and a single number stay as they are.
+    """
+    for name in names:
+        option = getattr(intervention, name)
+        if isinstance(option, Iterable) and not isinstance(option, str):
+            object.__setattr__(intervention, name, tuple(option))  # the dataclass is frozen
+
+
 def is_head(pair: Any) -> bool:
     """Whether this is a (layer, head) pair of whole numbers."""
     match pair:

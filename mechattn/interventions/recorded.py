@@ -27,6 +27,7 @@ from mechattn.interventions.intervention import (
     Target,
     as_tuple,
     on,
+    store_tuples,
     tensors_digest,
 )
 from mechattn.model.head_parts import output_weights
@@ -66,6 +67,7 @@ class _AffineMap(ABC):
 
     def __post_init__(self) -> None:
         check_choice(AffineParts, parts=self.parts)
+        store_tuples(self, "layers")
 
     def only(self, parts: AffineParts) -> _AffineMap:
         """Return a copy that applies "scale", "shift" or "both"."""
@@ -322,6 +324,7 @@ class KVPatch:
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
             )
 
+        store_tuples(self, "layers")
         _check_recorded_layers(self.layer_numbers, self.from_.layers)
 
     @property

@@ -75,6 +75,7 @@ VARIANTS = {
     "masked": SLASH.masked(),
     "unshifted": SLASH.unshifted(),
     "cut": SLASH.under(ma.interventions.AttentionKnockout(("question", "answer"), "inserted")),
+    "cut_answer": SLASH.under(ma.interventions.AttentionKnockout("answer")),
 }
 
 
@@ -83,6 +84,7 @@ VARIANTS = {
     [
         ("toy:llama", "masked"),
         ("toy:llama", "cut"),
+        ("toy:llama", "cut_answer"),
         ("toy:gemma3", "unshifted"),
     ],
 )

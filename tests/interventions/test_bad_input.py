@@ -52,6 +52,17 @@ def test_options(make, message):
         make()
 
 
+@pytest.mark.parametrize("layers", [[0, 1], range(2), iter((0, 1))])
+def test_lists_and_iterators_are_stored_as_tuples(layers):
+    interventions = ma.interventions
+    for listed, expected in (
+        (interventions.ARM(layers=layers).layers, (0, 1)),
+        (interventions.HeadAblation([[0, 1]]), interventions.HeadAblation(((0, 1),))),
+    ):
+        assert listed == expected
+        assert hash(listed) == hash(expected)
+
+
 @pytest.mark.parametrize(
     ("intervention", "message"),
     [
