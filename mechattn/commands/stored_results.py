@@ -131,7 +131,7 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
 
 def summary(result: Result) -> str:
     """A summary of a stored result as text: verdicts, quantities with their sizes, provenance."""
-    verdicts = verdict_sentences(ShownModel(result))
+    verdicts = verdict_sentences([ShownModel(result)])
     lines = [repr(result), "", *verdicts, ""]
     for name, dataset in result.datasets.items():
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]

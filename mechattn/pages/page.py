@@ -13,6 +13,7 @@ from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     ShownModel,
     answer_sentences,
+    captions,
     picture,
     picture_rows,
     shown_conditions,
@@ -178,8 +179,8 @@ def write_results(
     choice: HeadChoice,
 ) -> Path:
     """Write a page of some results with sections that were drawn before. Returns the path."""
-    captions = ", ".join(map(model_caption, results))
-    about = About(f"mechattn: {captions}", subtitle(results), command)
+    names = ", ".join(map(model_caption, results))
+    about = About(f"mechattn: {names}", subtitle(results), command)
     models = [ShownModel(result, start=choice.named_head(result)) for result in results]
     return write_page(path, about, models, sections, force)
 
@@ -268,7 +269,6 @@ def _template_values(
 
     results = [model.result for model in models]
     rows = picture_rows(models)
-    verdicts = [sentence for model in models for sentence in verdict_sentences(model)]
     provenance_rows: list[tuple[str, str]] = []
     for result in results:
         provenance_rows += flat(result.provenance)
@@ -288,8 +288,9 @@ def _template_values(
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "rows": rows,
         "picture": picture(rows),
-        "verdicts": verdicts,
+        "verdicts": verdict_sentences(models),
         "models": models,
+        "captions": captions(results),
         "lead_sections": [section for section in sections if section.leads],
         "sections": [section for section in sections if not section.leads],
         "concepts": concepts(results),

@@ -133,7 +133,7 @@ def shown_model_data(model: ShownModel) -> dict[str, Any]:
     patterns = head_patterns(result if model.maps is None else model.maps)
     patterns["from_separate_run"] = model.maps is not None
     return {
-        "conditions": result.conditions,
+        "conditions": result["sequences"].condition.values.tolist(),  # in the order of the arrays
         "layers": layers,
         "heads": heads,
         "start": start,
@@ -291,17 +291,18 @@ def head_patterns(result: Result) -> dict[str, Any]:
     prompts: list[dict[str, Any]] = []
     for prompt_index in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
         patterns = {}
-        for condition_index, condition in enumerate(result.conditions):
-            indices = {"prompt": prompt_index, "condition": condition_index}
+        of_prompt = maps.isel(prompt=prompt_index)
+        inserted_counts = inserted.isel(prompt=prompt_index)
+        for condition in result.conditions:
             tokens = prompt_tokens(result, condition, prompt_index)
             queries, keys = np.tril_indices(len(tokens))
-            lower_triangle = maps.isel(indices).values[..., queries, keys]
+            lower_triangle = of_prompt.sel(condition=condition).values[..., queries, keys]
             numbers_left -= lower_triangle.size
             if numbers_left < 0:
                 break
             patterns[condition] = {
                 "tokens": [visible(token) for token in tokens],
-                "inserted": int(inserted.isel(indices)),
+                "inserted": int(inserted_counts.sel(condition=condition)),
                 "rows": packed(np.round(65535 * lower_triangle.astype(np.float64)), "u2"),
             }
         if patterns:
