@@ -39,7 +39,8 @@ class HeadMeans:
         prompts: The number of prompts.
     """
 
-    # A config can name HeadAblation, without means.
+    # pydantic, which reads HeadAblation from a config, has no schema for the tensors. A config gives
+    # no means.
     __pydantic_config__: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}
 
     by_layer: Mapping[int, Float[Tensor, "head d_head"]]

@@ -146,12 +146,11 @@ class ARM:
             positions = tokens.positions.to(post.device)
             activations = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
 
-            # Statistics of the whole tensor need all rows at once. A step of 0 rows is no range.
-            rows_at_once = max(1, len(rows))
+            rows_at_once = len(rows)  # statistics of the whole tensor need them all
             if self.scope == "token":
-                rows_at_once = max(1, _ENTRIES_AT_ONCE // activations[0].numel())
-            for start in range(0, len(rows), rows_at_once):
-                block = slice(start, start + rows_at_once)
+                rows_at_once = _ENTRIES_AT_ONCE // activations[0].numel()
+            for start in range(0, len(rows), max(1, rows_at_once)):
+                block = slice(start, start + max(1, rows_at_once))
                 block_rows = rows[block]
                 activations[block_rows] = self._moved(
                     activations[block_rows], layer, tokens.prompts[block], positions[block]
@@ -175,7 +174,13 @@ class ARM:
             return fn.keyed_uniform(keys, x.shape[-1])
 
         moved = fn.redistribute(
-            x, uniform("arm"), self.c, self.p1, self.form, self.scope, self.strength
+            x,
+            uniform("arm"),
+            self.c,
+            self.p1,
+            form=self.form,
+            scope=self.scope,
+            strength=self.strength,
         )
         if self.control is None:
             return moved

@@ -182,17 +182,18 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
         model: The model of transformers, or the ``HookedTransformer``, whose ``forward`` is called.
         inputs: The arguments of ``forward`` by their names.
     """
-    tokens = next(iter(inputs.values()))  # if the forward has another name for its tokens
+    # Ids, embeddings or text. The first argument, if the forward has another name for them.
+    model_input = next(iter(inputs.values()))
     for name in ("input_ids", "input", "inputs_embeds"):
         if inputs.get(name) is not None:
-            tokens = inputs[name]
+            model_input = inputs[name]
             break
-    if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
+    if not isinstance(model_input, Tensor):  # a HookedTransformer also takes text
         options = {name: inputs[name] for name in ("prepend_bos", "padding_side") if name in inputs}
-        tokens = model.to_tokens(tokens, **options)
-    if tokens.ndim == 1:
-        tokens = tokens[None]
-    rows, length = tokens.shape[:2]
+        model_input = model.to_tokens(model_input, **options)
+    if model_input.ndim == 1:  # the ids of a single row
+        model_input = model_input[None]
+    rows, length = model_input.shape[:2]
 
     hooked_cache = inputs.get("past_kv_cache")  # the cache of a HookedTransformer
     mask: Any = inputs.get("attention_mask")
@@ -210,7 +211,7 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
             cached_length = int(cache.get_seq_length())
         if hooked_cache is not None:
             cached_length = int(hooked_cache[0].past_keys.shape[1])
-        positions = cached_length + torch.arange(length, device=tokens.device)
+        positions = cached_length + torch.arange(length, device=model_input.device)
 
     positions = positions.expand(rows, -1)
     if has_mask:

@@ -156,7 +156,8 @@ class AffineAttention(_AffineMap):
                 f"shift has the shape {tuple(shift_shape)}; give a number, or [head d_head] of"
                 f" {heads} heads"
             )
-        # The width of z is that of W_O by head, which a model of transformers does not have.
+        # The width of z is that of W_O by head, which a model of transformers does not have, and
+        # which some hooked models do not show.
         if hasattr(model, "hook_dict"):
             with suppress(ModelError):
                 d_head = output_weights(model, self.layer_numbers[0]).shape[1]
