@@ -142,15 +142,17 @@ class ARM:
 
         def move(layer: int, pre: Activity, post: Activity) -> Activity:
             tokens = target()
+            if not len(tokens.rows):
+                return post  # the whole batch is of other conditions
             rows = tokens.rows.to(post.device)
             positions = tokens.positions.to(post.device)
             activations = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
 
             rows_at_once = len(rows)  # statistics of the whole tensor need them all
             if self.scope == "token":
-                rows_at_once = _ENTRIES_AT_ONCE // activations[0].numel()
-            for start in range(0, len(rows), max(1, rows_at_once)):
-                block = slice(start, start + max(1, rows_at_once))
+                rows_at_once = max(1, _ENTRIES_AT_ONCE // activations[0].numel())
+            for start in range(0, len(rows), rows_at_once):
+                block = slice(start, start + rows_at_once)
                 block_rows = rows[block]
                 activations[block_rows] = self._moved(
                     activations[block_rows], layer, tokens.prompts[block], positions[block]

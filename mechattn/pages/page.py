@@ -218,7 +218,8 @@ def subtitle(results: Sequence[Result]) -> str:
     sentences = [f"{topic}, {counts} {noun}."]
     sentences += map(_inserted_words, results)
     sentences += map(alike_words, results)
-    return " ".join(filter(None, dict.fromkeys(sentences)))
+    distinct_sentences = dict.fromkeys(sentences)  # results may have the same ones
+    return " ".join(filter(None, distinct_sentences))
 
 
 def concepts(results: Sequence[Result]) -> list[str]:

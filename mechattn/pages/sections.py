@@ -160,16 +160,19 @@ def citation(title: str, results: Sequence[Result]) -> str:
         runs="; ".join(runs),
         mechattn=versions["mechattn"],
         transformer_lens=versions["transformer-lens"],
-        year=time_words(results[0])[:4],
+        year=_times(results[0])[0][:4],  # the times are in ISO 8601
     )
 
 
 def time_words(result: Result) -> str:
     """The time at which the numbers were computed, or from when to when if runs were merged."""
+    return " to ".join(_times(result))
+
+
+def _times(result: Result) -> Sequence[str]:
+    """The time of a run, or the times of the first and the last of merged runs."""
     time = result.provenance["time"]
-    if isinstance(time, str):
-        return time
-    return " to ".join(time)
+    return [time] if isinstance(time, str) else time
 
 
 def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:

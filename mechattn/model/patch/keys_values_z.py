@@ -66,9 +66,8 @@ def changing_keys_values(model: Any, changes: Mapping[int, Change]) -> AbstractC
 
 def heads_of(model: Any) -> int:
     """The number of heads in a layer of a hooked model or a transformers model."""
-    cfg = getattr(model, "cfg", None)
-    if cfg is not None:
-        return cfg.n_heads
+    if hasattr(model, "hook_dict"):
+        return model.cfg.n_heads
     return config_of(model).num_attention_heads
 
 

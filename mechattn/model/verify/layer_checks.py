@@ -174,7 +174,10 @@ def _values(probe: ProbedHooks) -> Check:
     check = compare("values", pairs, tolerance, detail)
     if not steps:
         return check
-    return replace(as_limited(check, f"z is pattern · v {steps[0].words}"), gate=steps[0].gate)
+    # One function stands for the gates of all layers, so there is none if they differ.
+    gates = {step.gate for step in steps}
+    gate = gates.pop() if len(gates) == 1 else None
+    return replace(as_limited(check, f"z is pattern · v {steps[0].words}"), gate=gate)
 
 
 def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
@@ -248,21 +251,20 @@ def _heads(probe: ProbedHooks) -> Check:
     for layer, stored_z in probe.each_layer("attn.hook_z"):
         z = _by_head(probe.model, stored_z)
         sum_of_heads = _sum_of_heads(probe.model, layer, z)
-        outputs = []
-        distances = []
+        outputs_by_distance = {}
         for name in ("attn.hook_out", "hook_attn_out"):
             output = probe.of_layer(layer, name)
             if output is None or sum_of_heads is None or output.shape != sum_of_heads.shape:
                 continue
-            outputs.append(output)
-            distances.append(float((output - sum_of_heads).abs().max()))
-        if sum_of_heads is None or not outputs:
+            distance = float((output - sum_of_heads).abs().max())
+            outputs_by_distance.setdefault(distance, output)
+        if sum_of_heads is None or not outputs_by_distance:
             reason = f"z {list(z.shape)} and W_O do not give an output of the heads' shape"
             return Check("heads", "limited", detail=f"{detail}: layer {layer}: {reason}")
 
         # The two hooks differ in Gemma, where one is after the post-norm, and in BLOOM, where one
         # is after the residual is added. The nearer one is the heads' output.
-        nearest_output = outputs[distances.index(min(distances))]
+        nearest_output = outputs_by_distance[min(outputs_by_distance)]
         pairs[layer] = (sum_of_heads[0], nearest_output[0])
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"

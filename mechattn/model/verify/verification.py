@@ -72,7 +72,8 @@ class Check:
         tolerance: The largest allowed difference.
         detail: What was compared, or why nothing could be compared.
         remedy: What to do after a failure.
-        gate: If z is the mixed values times a gate, the name of the gate's function.
+        gate: If z is the mixed values times a gate, the name of the gate's function. None if layers
+            have different ones.
     """
 
     name: str
@@ -282,7 +283,7 @@ def compare_positions(
 
     # Positions take the place of layers.
     pairs = dict(enumerate(zip(centred_hooked, centred_expected, strict=True)))
-    check = compare(name, pairs, tolerance, detail, remedy, unit, root_mean_square)
+    check = compare(name, pairs, tolerance, detail, remedy, unit=unit, summary=root_mean_square)
     return replace(check, layer=None)
 
 
