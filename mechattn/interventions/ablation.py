@@ -187,5 +187,5 @@ class AttentionKnockout:
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
     """Which tokens belong to one of these segments."""
-    indices = [SEGMENTS.index(segment) for segment in as_tuple(segments)]
-    return torch.isin(sequence.segment, torch.tensor(indices, device=sequence.segment.device))
+    memberships = [sequence.of_segment(segment) for segment in as_tuple(segments)]
+    return torch.stack(memberships).any(0)

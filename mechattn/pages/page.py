@@ -38,6 +38,8 @@ from mechattn.results.result import Result, alike_words
 
 CHANGING_MOST = HeadChoice()
 Figures = Sequence[Drawing]
+SectionsAndRefusals = tuple[list[PageSection], list[str]]
+LabelledTexts = list[tuple[str, str]]  # rows of a table: a label and a text
 # The pages of docs/concepts, with the analyses that they explain.
 CONCEPTS = {
     "received-attention": ("received_attention", "attention_map"),
@@ -142,7 +144,7 @@ def results_page(
 
 def sections_of(
     results: Sequence[Result], figures: Figures, choice: HeadChoice
-) -> tuple[list[PageSection], list[str]]:
+) -> SectionsAndRefusals:
     """The sections of a page, and a refusal for each figure that cannot be drawn: a sentence that
     says why.
 
@@ -156,11 +158,9 @@ def sections_of(
         check_memory(result)
 
     sections: list[PageSection] = []
-    for result in results:
-        sections += lead_sections(result, choice)
-
     refusals: list[str] = []
     for result in results:
+        sections += lead_sections(result, choice)
         sections.append(prompt_section(result))
         result_sections, result_refusals = _drawn_sections("result", result, figures)
         sections += result_sections
@@ -229,14 +229,14 @@ def concepts(results: Sequence[Result]) -> list[str]:
     return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> LabelledTexts:
     """Nested values as rows of a label and a text. The label joins the nested names by spaces.
 
     Args:
         values: The values by name.
         prefix: The beginning of each label.
     """
-    rows: list[tuple[str, str]] = []
+    rows: LabelledTexts = []
     for name, value in values.items():
         label = f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -270,7 +270,7 @@ def _template_values(
 
     results = [model.result for model in models]
     rows = picture_rows(models)
-    provenance_rows: list[tuple[str, str]] = []
+    provenance_rows: LabelledTexts = []
     for result in results:
         provenance_rows += flat(result.provenance)
     if about.command:
@@ -302,7 +302,7 @@ def _template_values(
 
 def _drawn_sections(
     subject: str, results: Result | Sequence[Result], figures: Figures
-) -> tuple[list[PageSection], list[str]]:
+) -> SectionsAndRefusals:
     """The sections of the figures with one subject, and a refusal for each of these figures that
     cannot be drawn.
 

@@ -43,6 +43,7 @@ from mechattn.render.words import NULL_NAMES, band_words, quantity_words
 from mechattn.results.result import Result
 from mechattn.stats.units import RESAMPLES
 
+JsonObject = dict[str, Any]
 # The columns of a comparison on the map. A t interval is symmetric, so half its width is enough.
 CHANGE_COLUMNS = (
     "difference",
@@ -96,7 +97,7 @@ def check_memory(result: Result) -> None:
         layer_blocks(result, name, "question", RESAMPLES)
 
 
-def shown_model_data(model: ShownModel) -> dict[str, Any]:
+def shown_model_data(model: ShownModel) -> JsonObject:
     """The data of one model.
 
     Returns:
@@ -153,7 +154,7 @@ def measured_layers(result: Result) -> list[int]:
     return []
 
 
-def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
+def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> JsonObject:
     """The numbers of one quantity, as ``result.heads`` and ``result.compare`` give them.
 
     Args:
@@ -170,8 +171,8 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     variable = variable_of(result, quantity)
     segment = segment_of(variable, "question")
 
-    values: dict[str, Any] = {}
-    changes: dict[str, Any] = {}
+    values: JsonObject = {}
+    changes: JsonObject = {}
     missing: dict[str, str] = {}
     for condition in result.conditions:
         try:
@@ -196,7 +197,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     }
 
 
-def head_curves(result: Result) -> dict[str, Any]:
+def head_curves(result: Result) -> JsonObject:
     """Received attention of every head by original position, in each condition, with its null.
 
     Returns:
@@ -248,7 +249,7 @@ def head_curves(result: Result) -> dict[str, Any]:
     }
 
 
-def head_texts(result: Result) -> dict[str, Any]:
+def head_texts(result: Result) -> JsonObject:
     """The first prompt in each condition: its tokens, and what they receive from every head.
 
     Returns:
@@ -272,7 +273,7 @@ def head_texts(result: Result) -> dict[str, Any]:
     return {"tokens": tokens, "received": received}
 
 
-def head_patterns(result: Result) -> dict[str, Any]:
+def head_patterns(result: Result) -> JsonObject:
     """The attention maps of a few prompts.
 
     Returns:
@@ -288,7 +289,7 @@ def head_patterns(result: Result) -> dict[str, Any]:
     inserted = (result["sequences"].origin == INSERTED).sum("pos")
 
     numbers_left = MOST_PATTERN_NUMBERS
-    prompts: list[dict[str, Any]] = []
+    prompts: list[JsonObject] = []
     for prompt_index in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
         patterns = {}
         of_prompt = maps.isel(prompt=prompt_index)
@@ -315,7 +316,7 @@ def head_patterns(result: Result) -> dict[str, Any]:
 
 def _values(
     result: Result, quantity: str, condition: str, layers: list[int], heads: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """The means over prompts in a condition with half the widths of their intervals, and the means
     under uniform attention."""
     table = result.heads(quantity, None, condition=condition)
@@ -329,7 +330,7 @@ def _values(
     }
 
 
-def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any]:
+def _changes(contrast: Contrast, layers: list[int], heads: int) -> JsonObject:
     """The changes from the baseline, those of the null and those beyond the null, with half the
     widths of intervals and what was tested."""
     table = comparison_table(contrast, bootstrap_ends=False)
@@ -357,7 +358,7 @@ def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any
 
 def _by_layer_and_head(
     table: pd.DataFrame, column: str, layers: list[int], heads: int
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """A column of a table as [layer, head], with NaN for heads without a row.
 
     None if the column is empty.
@@ -399,7 +400,7 @@ def _means(
     return means, half_widths
 
 
-def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
+def _inserted_curves(result: Result, condition: str) -> JsonObject | None:
     """Where the inserted tokens are, and what they receive [layer, head, key].
 
     None if they are not one span that all prompts share.

@@ -74,8 +74,7 @@ class Ignored:
 VARIANTS = {
     "masked": SLASH.masked(),
     "unshifted": SLASH.unshifted(),
-    "cut": SLASH.under(ma.interventions.AttentionKnockout(("question", "answer"), "inserted")),
-    "cut_answer": SLASH.under(ma.interventions.AttentionKnockout("answer")),
+    "cut": SLASH.under(ma.interventions.AttentionKnockout("answer", "inserted")),
 }
 
 
@@ -84,7 +83,6 @@ VARIANTS = {
     [
         ("toy:llama", "masked"),
         ("toy:llama", "cut"),
-        ("toy:llama", "cut_answer"),
         ("toy:gemma3", "unshifted"),
     ],
 )

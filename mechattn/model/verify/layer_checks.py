@@ -278,7 +278,9 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
         w_o = head_parts.output_projection(model, layer).float().cpu()
         with weights_here(attention):
             b_o = getattr(attention, "b_O", None)
-    except Exception:  # TransformerLens raises several classes if it cannot find W_O
+    # AttentionBridge.W_O raises AttributeError or the errors of a weight of an unknown shape, and
+    # MLAAttentionBridge.b_O raises NotImplementedError.
+    except Exception:
         return None
 
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:

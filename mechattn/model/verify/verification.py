@@ -248,7 +248,7 @@ def compare(
         entry_differences[layer] = differences.nan_to_num(nan=torch.inf)
         layer_differences[layer] = float(summary(entry_differences[layer]))
 
-    worst_layer = max(layer_differences, key=lambda layer: layer_differences[layer])
+    worst_layer = max(layer_differences, key=layer_differences.__getitem__)
     largest = layer_differences[worst_layer]
     if largest <= tolerance:
         return Check(name, "passed", difference=largest, tolerance=tolerance, detail=detail)
@@ -298,7 +298,7 @@ def dtype_of(model: HookedModel) -> torch.dtype:
     """The dtype among a model's weights that has the widest tolerance."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     known_dtypes = dtypes & set(LOGIT_TOLERANCE)  # quantised weights may be integers
-    return max(known_dtypes, key=lambda dtype: LOGIT_TOLERANCE[dtype], default=torch.float32)
+    return max(known_dtypes, key=LOGIT_TOLERANCE.__getitem__, default=torch.float32)
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
