@@ -75,8 +75,7 @@ class HeadAblation:
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
-        pairs = tuple(tuple(head) for head in heads)
-        object.__setattr__(self, "heads", pairs)  # the dataclass is frozen
+        object.__setattr__(self, "heads", tuple(map(tuple, heads)))  # the dataclass is frozen
         if not isinstance(self.means, HeadMeans | None):
             raise OptionError(f"means={self.means!r}: give what ma.head_means(…) returns")
 

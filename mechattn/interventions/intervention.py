@@ -19,6 +19,8 @@ from mechattn.errors import OptionError
 from mechattn.model.hooked import attribute_set, holding, original_of
 from mechattn.prompts.token_sequences import TokenSequence
 
+TokenIndices = Int[Tensor, "row pos"]
+
 
 @dataclass(frozen=True, eq=False)
 class Target:
@@ -28,10 +30,10 @@ class Target:
     prompts: tuple[str, ...]  # the id of each row's prompt
     # The index of each token in the baseline sequence, which generated tokens continue; negative
     # for inserted tokens and padding.
-    positions: Int[Tensor, "row pos"]
+    positions: TokenIndices
     # The index of each token's segment in SEGMENTS; negative for padding and generated tokens; None
     # if the segments are not known.
-    segments: Int[Tensor, "row pos"] | None = None
+    segments: TokenIndices | None = None
 
 
 CurrentTarget = Callable[[], Target]  # of the forward pass that is running
@@ -172,7 +174,7 @@ def _tensors_in(nested: Any) -> Iterator[Tensor]:
         yield from _tensors_in(member)
 
 
-def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
+def _positions(model: Any, inputs: Mapping[str, Any]) -> TokenIndices:
     """The positions of the tokens of a forward pass, counted on from the tokens in its cache.
 
     Padding has position −1. The position ids that transformers gives to padding cannot be used:

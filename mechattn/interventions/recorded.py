@@ -131,7 +131,8 @@ class AffineAttention(_AffineMap):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("scale", self.scale), ("shift", self.shift)):
+        for name in ("scale", "shift"):
+            value = getattr(self, name)
             try:
                 torch.as_tensor(value)
             except (TypeError, ValueError, RuntimeError):

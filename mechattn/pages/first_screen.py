@@ -205,15 +205,15 @@ class Picture:
 def picture_rows(models: Sequence[ShownModel]) -> list[PictureRow]:
     """The rows of all models, each with the caption of its model."""
     rows = []
-    names = captions([model.result for model in models])
-    for name, model in zip(names, models, strict=True):
-        rows += [replace(row, model=name) for row in model.rows]
+    for caption, model in captioned(models):
+        rows += [replace(row, model=caption) for row in model.rows]
     return rows
 
 
-def captions(results: Sequence[Result]) -> list[str]:
-    """The caption of each result's model. Captions of the same model are numbered."""
-    return numbered([model_caption(result) for result in results])
+def captioned(models: Sequence[ShownModel]) -> list[tuple[str, ShownModel]]:
+    """Each model with its caption before it. Captions of the same model are numbered."""
+    captions = numbered([model_caption(model.result) for model in models])
+    return list(zip(captions, models, strict=True))
 
 
 def picture(rows: Sequence[PictureRow]) -> Picture | None:
@@ -245,14 +245,14 @@ def change_sentence(rows: Sequence[PictureRow]) -> str:
     """
     if not rows:
         return ""
-    conditions = [row.condition for row in rows if row.verdict is not None]
-    if not conditions:
+    intervals_by_condition: dict[str, list[Interval]] = {}
+    for row in rows:
+        if row.verdict is not None:
+            intervals_by_condition.setdefault(row.condition, []).append(row.verdict.change)
+    if not intervals_by_condition:
         return f"{rows[0].model}: {rows[0].problem}."
 
-    condition = conditions[0]
-    intervals = [
-        row.verdict.change for row in rows if row.verdict is not None and row.condition == condition
-    ]
+    condition, intervals = next(iter(intervals_by_condition.items()))
     unsure_count = sum(_direction([interval]) == "unclear" for interval in intervals)
     unsure_words = ""
     if len(intervals) == 1:
@@ -317,21 +317,26 @@ def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
     For several models, the budget and the layer of the largest change are left out.
     """
     budget: list[str] = []
-    received_sentences = [change_sentence(picture_rows(models))]
+    layer_words = ""
     if len(models) == 1:
         budget = budget_answer(models[0].result)
-        received_sentences.append(layer_sentence(models[0]))
-    received_sentences.append(control_sentence(models))
+        layer_words = layer_sentence(models[0])
 
+    received_sentences = [
+        change_sentence(picture_rows(models)),
+        layer_words,
+        control_sentence(models),
+    ]
     received = " ".join(filter(None, received_sentences))
     if budget and received:
         received = SENTENCES["another measure"].format(received=received)
 
-    results = [model.result for model in models]
-    first_tokens = [first_token_words(result, result.shown_condition()) for result in results]
-    if len(models) > 1:
-        captioned_words = zip(captions(results), first_tokens, strict=True)
-        first_tokens = [f"{caption}: {words}" for caption, words in captioned_words if words]
+    first_tokens = []
+    for caption, model in captioned(models):
+        words = first_token_words(model.result, model.result.shown_condition())
+        if words and len(models) > 1:
+            words = f"{caption}: {words}"
+        first_tokens.append(words)
     return list(filter(None, [*budget, *first_tokens, received]))
 
 
@@ -387,14 +392,13 @@ def verdict_sentences(models: Sequence[ShownModel]) -> list[str]:
     The conditions of a model that have no verdict come first, with the reason.
     """
     sentences = []
-    names = captions([model.result for model in models])
-    for name, model in zip(names, models, strict=True):
+    for caption, model in captioned(models):
         for problem, conditions in model.problems.items():
-            sentences.append(f"{name}, {', '.join(conditions)}: {problem}.")
+            sentences.append(f"{caption}, {', '.join(conditions)}: {problem}.")
         for condition, verdict in model.verdicts.items():
             control = model.control_of(condition)
             words = verdict_in_words(model.result, condition, verdict, other=control)
-            sentences.append(f"{name}: {words}")
+            sentences.append(f"{caption}: {words}")
 
     return sentences
 

@@ -13,7 +13,7 @@ from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     ShownModel,
     answer_sentences,
-    captions,
+    captioned,
     picture,
     picture_rows,
     shown_conditions,
@@ -37,6 +37,7 @@ from mechattn.results.provenance import stored_condition
 from mechattn.results.result import Result, alike_words
 
 CHANGING_MOST = HeadChoice()
+Results = Sequence[Result]
 Figures = Sequence[Drawing]
 SectionsAndRefusals = tuple[list[PageSection], list[str]]
 LabelledTexts = list[tuple[str, str]]  # rows of a table: a label and a text
@@ -108,7 +109,7 @@ def browse(result: Result, maps: Result | None = None) -> View:
 
 
 def results_page(
-    results: Sequence[Result],
+    results: Results,
     path: str | Path,
     figures: Figures,
     command: str = "",
@@ -142,9 +143,7 @@ def results_page(
     return write_results(results, path, sections, command, force, choice)
 
 
-def sections_of(
-    results: Sequence[Result], figures: Figures, choice: HeadChoice
-) -> SectionsAndRefusals:
+def sections_of(results: Results, figures: Figures, choice: HeadChoice) -> SectionsAndRefusals:
     """The sections of a page, and a refusal for each figure that cannot be drawn: a sentence that
     says why.
 
@@ -171,7 +170,7 @@ def sections_of(
 
 
 def write_results(
-    results: Sequence[Result],
+    results: Results,
     path: str | Path,
     sections: Sequence[PageSection],
     command: str,
@@ -206,7 +205,7 @@ def write_page(
     return save_page(path, text, force)
 
 
-def subtitle(results: Sequence[Result]) -> str:
+def subtitle(results: Results) -> str:
     """The subtitle of a page of results: the number of prompts, what the first condition and its
     control insert, and whether prompts are much alike."""
     prompt_counts = sorted({result["sequences"].sizes["prompt"] for result in results})
@@ -222,7 +221,7 @@ def subtitle(results: Sequence[Result]) -> str:
     return " ".join(filter(None, distinct_sentences))
 
 
-def concepts(results: Sequence[Result]) -> list[str]:
+def concepts(results: Results) -> list[str]:
     """The files of the docs that explain what was measured and how it was compared."""
     analysis_names = set(chain.from_iterable(result.datasets for result in results))
     names = [name for name, analyses in CONCEPTS.items() if analysis_names.intersection(analyses)]
@@ -290,8 +289,7 @@ def _template_values(
         "rows": rows,
         "picture": picture(rows),
         "verdicts": verdict_sentences(models),
-        "models": models,
-        "captions": captions(results),
+        "models": captioned(models),
         "lead_sections": [section for section in sections if section.leads],
         "sections": [section for section in sections if not section.leads],
         "concepts": concepts(results),
@@ -301,7 +299,7 @@ def _template_values(
 
 
 def _drawn_sections(
-    subject: str, results: Result | Sequence[Result], figures: Figures
+    subject: str, results: Result | Results, figures: Figures
 ) -> SectionsAndRefusals:
     """The sections of the figures with one subject, and a refusal for each of these figures that
     cannot be drawn.

@@ -31,7 +31,7 @@ from mechattn.contrast.quantities import (
 from mechattn.contrast.table import DEFAULT_MARGINS, comparison_table, marked
 from mechattn.errors import MemoryOptionError, OptionError, visible
 from mechattn.pages.embedded import kind_for, packed
-from mechattn.pages.first_screen import ShownModel, captions
+from mechattn.pages.first_screen import ShownModel, captioned
 from mechattn.render.attention_figures import shared_inserted_span
 from mechattn.render.html_views import (
     prompt_tokens,
@@ -79,10 +79,7 @@ MISSING = {
 
 def page_json(models: Sequence[ShownModel]) -> str:
     """The data of all models of a page, each with its caption, as compressed JSON."""
-    names = captions([model.result for model in models])
-    data = [
-        {"name": name} | shown_model_data(model) for name, model in zip(names, models, strict=True)
-    ]
+    data = [{"name": caption} | shown_model_data(model) for caption, model in captioned(models)]
     text = json.dumps({"models": data}, separators=(",", ":"), allow_nan=False)
     return squeezed(text)
 

@@ -27,6 +27,7 @@ Keys = Float[Tensor, "batch kv_head pos d_head"]
 Values = Float[Tensor, "batch kv_head pos d_value"]
 Output = Float[Tensor, "batch head pos d_value"]
 Projected = Float[Tensor, "batch pos ..."]
+HookPoints = Sequence[Callable[[Tensor], Tensor]]
 SeeRows = Callable[[int, Rows], None]
 SeeWhole = Callable[[int, Fused], None]
 
@@ -183,7 +184,7 @@ def streaming(
 Replacement = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
 
 # By the id of the transformers attention module: its layer, and the hook points for q, k and v.
-_streamed_modules: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
+_streamed_modules: dict[int, tuple[_Layer, HookPoints]] = {}
 
 
 @contextmanager
@@ -272,7 +273,7 @@ def _delegated(
     model: HookedModel,
     attention: Any,
     layer: _Layer,
-    hook_points: Sequence[Callable[[Tensor], Tensor]] = (_unchanged, _unchanged, _unchanged),
+    hook_points: HookPoints = (_unchanged, _unchanged, _unchanged),
 ) -> Iterator[None]:
     """Replaces the attention of a bridge that leaves the computation to the transformers module.
 

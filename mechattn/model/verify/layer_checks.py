@@ -162,7 +162,7 @@ def _values(probe: ProbedHooks) -> Check:
             return Check("values", "limited", detail=f"{detail}: {reason}")
 
         pairs[layer] = (mixed, z)
-        layer_check = compare("values", {layer: (mixed, z)}, tolerance, detail)
+        layer_check = compare("values", {layer: pairs[layer]}, tolerance, detail)
         if layer_check.outcome == "passed":
             continue
         step = _step_to_z(probe, layer, mixed, z)
@@ -283,7 +283,7 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
     except Exception:
         return None
 
-    if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
+    if w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
         return None
     sum_without_bias = z.flatten(2) @ w_o.flatten(0, 1)
     if b_o is None:

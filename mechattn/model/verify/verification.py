@@ -297,7 +297,7 @@ def as_limited(check: Check, detail: str) -> Check:
 def dtype_of(model: HookedModel) -> torch.dtype:
     """The dtype among a model's weights that has the widest tolerance."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    known_dtypes = dtypes & set(LOGIT_TOLERANCE)  # quantised weights may be integers
+    known_dtypes = dtypes & LOGIT_TOLERANCE.keys()  # quantised weights may be integers
     return max(known_dtypes, key=LOGIT_TOLERANCE.__getitem__, default=torch.float32)
 
 
