@@ -88,13 +88,6 @@ class PictureRow:
     verdict: Verdict | None
     problem: str = ""
 
-    @property
-    def words(self) -> str:
-        """The change with its interval, or else the problem."""
-        if self.verdict is None:
-            return self.problem
-        return percent_words(self.verdict.change)
-
 
 @dataclass(frozen=True)
 class ShownModel:
@@ -198,7 +191,9 @@ class Picture:
     def description(self) -> str:
         """The points in words, for readers who cannot see the picture."""
         return "; ".join(
-            f"{row.model}, {row.condition}: {row.words}" for row in self.rows if row.verdict
+            f"{row.model}, {row.condition}: {percent_words(row.verdict.change)}"
+            for row in self.rows
+            if row.verdict is not None
         )
 
 

@@ -19,7 +19,7 @@ from mechattn.pages.first_screen import (
     shown_conditions,
     verdict_sentences,
 )
-from mechattn.pages.page_data import check_memory, page_json
+from mechattn.pages.page_data import check_result, page_json
 from mechattn.pages.sections import (
     Drawing,
     HeadChoice,
@@ -98,7 +98,12 @@ def browse(result: Result, maps: Result | None = None) -> View:
     Args:
         result: A result.
         maps: A result with attention maps of a few prompts; by default ``result`` itself.
+
+    Raises:
+        OptionError: The result lacks the baseline.
+        MemoryOptionError: One layer of a quantity does not fit in memory.
     """
+    check_result(result)
     about = About(f"mechattn: {model_caption(result)}", subtitle([result]))
     values = _template_values(about, [ShownModel(result, maps)], [])
     body = _environment().get_template("main.html.j2").render(values)
@@ -132,7 +137,7 @@ def results_page(
         The path.
 
     Raises:
-        OptionError: A figure cannot be drawn.
+        OptionError: A result lacks the baseline, or a figure cannot be drawn.
         MemoryOptionError: The page needs more memory than is allowed.
         OutputError: The page cannot be written.
     """
@@ -150,11 +155,11 @@ def sections_of(results: Results, figures: Figures, choice: HeadChoice) -> Secti
     Figures that draw neither a result nor several are left out.
 
     Raises:
-        OptionError: A figure that leads the page cannot be drawn.
+        OptionError: A result lacks the baseline, or a figure that leads the page cannot be drawn.
         MemoryOptionError: The page needs more memory than is allowed.
     """
     for result in results:
-        check_memory(result)
+        check_result(result)
 
     sections: list[PageSection] = []
     refusals: list[str] = []

@@ -84,12 +84,18 @@ def page_json(models: Sequence[ShownModel]) -> str:
     return squeezed(text)
 
 
-def check_memory(result: Result) -> None:
-    """Check, before anything is read, that the comparisons of a page fit in memory.
+def check_result(result: Result) -> None:
+    """Check, before anything is read, that a page can compare the conditions of a result.
 
     Raises:
-        MemoryOptionError: One layer of a quantity does not fit.
+        OptionError: The result lacks the baseline.
+        MemoryOptionError: One layer of a quantity does not fit in memory.
     """
+    if BASELINE not in result.conditions:
+        raise OptionError(
+            "a page compares conditions with the baseline, which this result lacks: select it too,"
+            ' as in result.sel(condition=["baseline", "slash"])'
+        )
     for name in head_quantities(result):
         layer_blocks(result, name, "question", RESAMPLES)
 

@@ -151,6 +151,8 @@ def test_conditions_in_any_order_keep_their_verdicts_and_patterns(toy, short_pro
     first, second = verdict_sentences([ShownModel(reordered), ShownModel(result)])
     assert first == second.replace("result 2", "result 1")
     assert head_patterns(reordered) == head_patterns(result)
+    with pytest.raises(ma.MechattnError, match="lacks: select it too"):
+        ma.browse(result.sel(condition=["slash"]))
 
 
 def test_what_has_no_verdict_says_why():

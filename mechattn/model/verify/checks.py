@@ -172,7 +172,8 @@ def _run_native(
 
     if sdpa_calls.patterns:
         return output.logits, sdpa_calls.patterns, "SDPA with identity values"
-    attentions = getattr(output, "attentions", None) or ()  # None for a layer without attention
+    attentions = getattr(output, "attentions", None) or ()
+    # A layer without attention has None in its place.
     patterns = [pattern for pattern in attentions if pattern is not None]
     return output.logits, patterns, "the weights of eager attention"
 

@@ -126,7 +126,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether no check failed. A check that is limited or was not made has not failed."""
-        return not any(check.outcome == "failed" for check in self.checks)
+        return not self._failures
 
     @property
     def not_checked(self) -> list[str]:
@@ -317,7 +317,7 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     drawn_count = 2 * max(probe_length, LONGEST_PROBE)
     generator = torch.Generator().manual_seed(0)
     drawn_tokens = torch.randint(vocab_size, (drawn_count,), generator=generator)
-    special_tokens = set(getattr(tokenizer, "all_special_ids", []) or [])
+    special_tokens = set(getattr(tokenizer, "all_special_ids", ()))
     ordinary_tokens = [token for token in drawn_tokens.tolist() if token not in special_tokens]
     tokens = ordinary_tokens[:probe_length]
 
