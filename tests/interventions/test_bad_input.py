@@ -71,10 +71,6 @@ def test_lists_and_iterators_are_stored_as_tuples():
             "prompt '0' was not recorded",
         ),
         (
-            ma.interventions.RecordedAffine({"0": {}}, 0, "elsewhere"),
-            "the recorded layers are",
-        ),
-        (
             ma.interventions.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)),
             "not layer 1",
         ),
