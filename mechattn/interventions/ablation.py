@@ -129,7 +129,8 @@ class AttentionKnockout:
 
     Args:
         queries: The segment or segments of the affected queries. By default all queries are
-            affected except those of inserted tokens.
+            affected except those of inserted tokens. Tokens that ``evaluate`` generates belong to
+            the answer.
         keys: The segment or segments to hide.
         layers: The layers, counted from 0; all by default.
 

@@ -178,7 +178,7 @@ def _times(result: Result) -> Sequence[str]:
 def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
     """The figures that lead a page, of the first condition and its control."""
     figures: list[Drawing] = []
-    conditions = shown_conditions(result)  # two if there is a control, none of the baseline alone
+    conditions = shown_conditions(result)
     if "attention_budget" in result.datasets:
         figures.append((attention_budget, {"conditions": conditions}))
     if "received_attention" not in result.datasets:
@@ -194,7 +194,8 @@ def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
     if options["heads"] is not None:
         single_head = {"heads": options["heads"][:1], "top": None}
 
-    if len(conditions) == 2:
+    _, *controls = conditions
+    if controls:
         control_options = {
             "layer": options["layer"],
             "heads": single_head["heads"],
