@@ -441,12 +441,11 @@ class _BlockKernel:
         scores[..., own_keys] += self.future_mask[:query_count, :query_count]
 
         # The window of an early query reaches back to the first key, and hides nothing.
-        window_hides_keys = window is not None and queries.stop > window
-        if not window_hides_keys and edge_mask is None:
+        if edge_mask is None and (window is None or queries.stop <= window):
             return
 
         query_positions = torch.arange(queries.start, queries.stop, device=scores.device)
-        if window_hides_keys:
+        if window is not None:
             # The first of ``keys`` is the first key that the block's first query sees. Each later
             # query's window starts one key later, so only the first ``query_count`` keys can be
             # outside one.
