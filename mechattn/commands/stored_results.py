@@ -17,7 +17,7 @@ from mechattn.contrast.quantities import head_quantities, segment_of, variable_o
 from mechattn.contrast.table import CHANGE, DIFFERENCE_COLUMNS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
-from mechattn.pages.page import flat, sections_of, write_results
+from mechattn.pages.page import labelled_rows, sections_of, write_results
 from mechattn.pages.sections import HeadChoice
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
@@ -144,7 +144,7 @@ def summary(result: Result) -> str:
             lines.append(f"  {quantity}{_details(dataset[quantity])}")
 
     lines += ["", f"digest of the numbers: {result.digest()}"]
-    lines += [f"{name}: {value}" for name, value in flat(result.provenance)]
+    lines += [f"{name}: {value}" for name, value in labelled_rows(result.provenance)]
     return "\n".join(lines)
 
 

@@ -233,7 +233,7 @@ def concepts(results: Results) -> list[str]:
     return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> LabelledTexts:
+def labelled_rows(values: Mapping[str, Any], prefix: str = "") -> LabelledTexts:
     """Nested values as rows of a label and a text. The label joins the nested names by spaces.
 
     Args:
@@ -244,7 +244,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> LabelledTexts:
     for name, value in values.items():
         label = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            rows += flat(value, f"{label} ")
+            rows += labelled_rows(value, f"{label} ")
         else:
             rows.append((label, str(value)))
     return rows
@@ -276,7 +276,7 @@ def _template_values(
     rows = picture_rows(models)
     provenance_rows: LabelledTexts = []
     for result in results:
-        provenance_rows += flat(result.provenance)
+        provenance_rows += labelled_rows(result.provenance)
     if about.command:
         provenance_rows.append(("command", about.command))
 
