@@ -251,7 +251,7 @@ def _heads(probe: ProbedHooks) -> Check:
     for layer, stored_z in probe.each_layer("attn.hook_z"):
         z = _by_head(probe.model, stored_z)
         sum_of_heads = _sum_of_heads(probe.model, layer, z)
-        outputs_by_distance = {}
+        outputs_by_distance: dict[float, Tensor] = {}
         for name in ("attn.hook_out", "hook_attn_out"):
             output = probe.of_layer(layer, name)
             if output is None or sum_of_heads is None or output.shape != sum_of_heads.shape:
