@@ -17,7 +17,7 @@ from mechattn.contrast.quantities import head_quantities, segment_of, variable_o
 from mechattn.contrast.table import CHANGE_COLUMNS, DIFFERENCE_COLUMNS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, verdict_sentences
-from mechattn.pages.page import flat, sections_of, write_results
+from mechattn.pages.page import labelled_rows, sections_of, write_results
 from mechattn.pages.sections import Drawing, HeadChoice
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
@@ -131,7 +131,7 @@ def figures_of(result: Result, layer: int | None = None) -> list[Drawing]:
 
 def summary(result: Result) -> str:
     """A summary of a stored result as text: verdicts, quantities with their sizes, provenance."""
-    lines = [repr(result), "", *verdict_sentences(ShownModel(result)), ""]
+    lines = [repr(result), "", *verdict_sentences([ShownModel(result)]), ""]
     for name, dataset in result.datasets.items():
         sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
         lines.append(f"{name}: {', '.join(sizes)}")
@@ -143,7 +143,7 @@ def summary(result: Result) -> str:
             lines.append(f"  {quantity}{_details(dataset[quantity])}")
 
     lines += ["", f"digest of the numbers: {result.digest()}"]
-    lines += [f"{name}: {value}" for name, value in flat(result.provenance)]
+    lines += [f"{name}: {value}" for name, value in labelled_rows(result.provenance)]
     return "\n".join(lines)
 
 

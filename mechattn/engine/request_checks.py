@@ -441,6 +441,11 @@ def _check_sequences(
             )
 
         check_size(prompt, name, sequence, model)
+        if sequence.cut_edges is not None and not sequence.cut_edges.queries.any():
+            raise OptionError(
+                f"{name!r} cuts edges of generated tokens only, and {prompt.where} has no answer:"
+                " use evaluate, or load_prompts(…, with_answer=True)"
+            )
 
         for analysis in analyses:
             problem = analysis.problem(sequence)

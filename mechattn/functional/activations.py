@@ -179,9 +179,9 @@ def redistribute(
     row_length = x.shape[-1]
     if scope == "tensor":
         row_length = x.numel()
-    flat = x.reshape(-1, row_length)
-    rows = in_working_dtype(flat)
-    uniform_of_rows = uniform.reshape(flat.shape).to(rows.dtype)
+    stored_rows = x.reshape(-1, row_length)
+    rows = in_working_dtype(stored_rows)
+    uniform_of_rows = uniform.reshape(rows.shape).to(rows.dtype)
 
     sizes = rows.abs()
     if form == "gemma":
@@ -204,7 +204,7 @@ def redistribute(
     moved = rows + strength * (target - rows)
 
     is_moved = is_small & (rows != 0) & (bound != 0)
-    return torch.where(is_moved, moved.to(x.dtype), flat).reshape(x.shape)
+    return torch.where(is_moved, moved.to(x.dtype), stored_rows).reshape(x.shape)
 
 
 def as_control(change: Channels, uniform: Channels, control: Control) -> Channels:

@@ -190,7 +190,7 @@ class Attention:
         pattern = scores.softmax(-1)
         if self.sinks is None:
             return pattern
-        return pattern * _left_by_sinks(scores, self.sinks)
+        return pattern * _share_of_keys(scores, self.sinks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,8 +304,7 @@ def attention_by_rows(
         keys = kernel.keys_before(block_queries)
 
         pattern = kernel.pattern(block_queries, keys)
-        if d_value:
-            out[:, block_queries] = kernel.output(pattern, keys)
+        out[:, block_queries] = kernel.output(pattern, keys)
         if see is not None:
             see(Rows(pattern, block_queries, keys, attention))
     return out.transpose(1, 2)
@@ -384,7 +383,7 @@ class _BlockKernel:
         most_rows = min(block, length)
         most_scores = batch * heads * most_rows * most_keys
         self.buffer = self.k.new_empty(most_scores)
-        self.future = _future(block, dtype, q.device)
+        self.future_mask = _future_mask(block, dtype, q.device)
 
     def keys_before(self, queries: slice) -> slice:
         """The keys from the first to the last that any query of the block sees."""
@@ -423,12 +422,12 @@ class _BlockKernel:
         self._mask(by_head, queries, keys)
 
         # A sink takes its share of a row. Computed first, since the softmax overwrites the scores.
-        left_by_sinks = None
+        share_of_keys = None
         if attention.sinks is not None:
-            left_by_sinks = _left_by_sinks(by_head, attention.sinks)
+            share_of_keys = _share_of_keys(by_head, attention.sinks)
         torch.softmax(stacked, -1, out=stacked)
-        if left_by_sinks is not None:
-            by_head.mul_(left_by_sinks)
+        if share_of_keys is not None:
+            by_head.mul_(share_of_keys)
         return by_head
 
     def _mask(self, scores: Scores, queries: slice, keys: slice) -> None:
@@ -439,12 +438,10 @@ class _BlockKernel:
 
         # Only the last keys, at the block's own positions, can be after one of its queries.
         own_keys = slice(queries.start - keys.start, None)
-        scores[..., own_keys] += self.future[:query_count, :query_count]
+        scores[..., own_keys] += self.future_mask[:query_count, :query_count]
 
         # The window of an early query reaches back to the first key, and hides nothing.
-        if window is not None and queries.stop <= window:
-            window = None
-        if window is None and edge_mask is None:
+        if edge_mask is None and (window is None or queries.stop <= window):
             return
 
         query_positions = torch.arange(queries.start, queries.stop, device=scores.device)
@@ -470,7 +467,9 @@ class _BlockKernel:
 
 
 @lru_cache(maxsize=8)  # every layer of every pass needs the same one
-def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "query key"]:
+def _future_mask(
+    block: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "query key"]:
     """The mask added to the scores of a block's own keys, so that no row sees the keys after it."""
     masked = torch.full((block, block), _MASKED, dtype=dtype, device=device)
     return masked.triu(1)
@@ -484,7 +483,8 @@ def _cap_and_bias(attention: Attention, scores: Scores, keys: slice) -> None:
         scores += attention.bias[:, :, None, keys]
 
 
-def _left_by_sinks(scores: Scores, sinks: PerHead) -> Float[Tensor, "batch head query 1"]:
-    """The share of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
+def _share_of_keys(scores: Scores, sinks: PerHead) -> Float[Tensor, "batch head query 1"]:
+    """The share of each row that goes to keys rather than to the learned sink:
+    ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
     lse_of_keys = scores.logsumexp(-1, keepdim=True)
     return torch.sigmoid(lse_of_keys - sinks[:, None, None])

@@ -93,8 +93,8 @@ class Fused:
         mean, lse = _kernel(q, k, values, self.scale)
 
         # This call has no sinks, so its mean is multiplied by the share that a sink leaves.
-        left_by_sinks = (lse - self.lse).exp()
-        return mean * left_by_sinks[..., None]
+        share_of_keys = (lse - self.lse).exp()
+        return mean * share_of_keys[..., None]
 
     def _reversed_call(self, values: PerGroup, addend: PerToken) -> tuple[PerGroup, PerToken]:
         """Make the causal call in which queries and keys are exchanged and time is reversed.
@@ -148,8 +148,8 @@ def fused_attention(attention: Attention) -> Fused:
         lse_of_keys = lse
         sinks = attention.sinks.to(lse.dtype)
         lse = torch.logaddexp(lse, sinks[:, None])
-        left_by_sinks = (lse_of_keys - lse).exp()
-        out = out * left_by_sinks[..., None].to(out.dtype)
+        share_of_keys = (lse_of_keys - lse).exp()
+        out = out * share_of_keys[..., None].to(out.dtype)
 
     own_scores = scale * torch.linalg.vecdot(q.to(lse.dtype), k.to(lse.dtype))
     own = (own_scores - lse).exp()

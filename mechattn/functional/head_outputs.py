@@ -20,6 +20,7 @@ from mechattn.functional.attention import (
 )
 
 Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
+TokenValues = Float[Tensor, "*batch pos"]
 Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
 Weights = Float[Tensor, "head d_head d_model"]  # W_O
 PerPart = Float[Tensor, "batch part pos"]  # for each head, or other part of a layer
@@ -58,10 +59,10 @@ def update_product(z: Z, w_o: Weights, direction: Stream) -> PerToken:
 
 
 def orientation(
-    product: Float[Tensor, "*batch pos"],
-    norm: Float[Tensor, "*batch pos"],
+    product: TokenValues,
+    norm: TokenValues,
     stream_norm: Float[Tensor, "*#batch pos"],
-) -> Float[Tensor, "*batch pos"]:
+) -> TokenValues:
     """The cosine of an update and the stream, ``⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``; NaN if one is 0."""
     return (product / (norm * stream_norm)).clamp(-1, 1)
 

@@ -67,16 +67,16 @@ def visible_counts(
     Returns:
         Numbers of keys, as float64.
     """
-    count = marked.double().cumsum(-1)
+    counts = marked.double().cumsum(-1)
     if window is not None and window < marked.shape[-1]:
-        count[:, window:] -= count[:, :-window].clone()
+        counts[:, window:] -= counts[:, :-window].clone()
     if edge_mask is None:
-        return count
+        return counts
 
-    # A blind query loses the hidden keys that it would see, except its own.
+    # A blind query does not see the hidden keys, except its own.
     hidden_keys = marked & edge_mask.keys
-    lost_count = visible_counts(hidden_keys, window) - hidden_keys.double()
-    return count - edge_mask.queries * lost_count
+    hidden_counts = visible_counts(hidden_keys, window) - hidden_keys.double()
+    return counts - edge_mask.queries * hidden_counts
 
 
 def seeing_queries(
@@ -96,14 +96,14 @@ def seeing_queries(
     Returns:
         Numbers of queries, as float32; 0 for a key that no counted query sees.
     """
-    count = _seeing_without_cuts(counted, window, include_self)
+    counts = _seeing_without_cuts(counted, window, include_self)
     if edge_mask is not None:
-        # Blind queries do not see these keys, except their own; other queries do.
-        other_queries = counted & ~edge_mask.queries
-        count_of_others = _seeing_without_cuts(other_queries, window, include_self)
+        # A hidden key is seen by queries that are not blind, and by its own query.
+        sighted_queries = counted & ~edge_mask.queries
+        sighted_counts = _seeing_without_cuts(sighted_queries, window, include_self)
         own_query = counted & edge_mask.queries & include_self
-        count = torch.where(edge_mask.keys, count_of_others + own_query, count)
-    return count.float()
+        counts = torch.where(edge_mask.keys, sighted_counts + own_query, counts)
+    return counts.float()
 
 
 def received_attention(sums: PerKey, query_counts: CountOfKey) -> PerKey:
@@ -170,9 +170,10 @@ def add_near_sums(
     attention from further away.
 
     Args:
-        near: The sums of all keys so far; changed in place.
+        near: The sums of the block's keys so far; changed in place. It is a view of the sums of all
+            keys, from ``first_key`` on.
         pattern: Attention probabilities of a block of rows.
-        counted: The queries of the whole sequence that count.
+        counted: Which of these rows count.
         first_query: The position of the block's first row.
         first_key: The position of its first key.
         gap: The smallest distance that is not near, in positions.
@@ -264,19 +265,13 @@ def _seeing_without_cuts(counted: Counted, window: int | None, include_self: boo
     length = counted.shape[-1]
 
     # The number of counted queries from each position on, which is 0 beyond the end.
-    from_last = counted.double().flip(-1)
-    counts_from = from_last.cumsum(-1).flip(-1)
-    counts_from = torch.nn.functional.pad(counts_from, (0, length + 1))
+    reversed_sums = counted.double().flip(-1).cumsum(-1)
+    counts_from = torch.nn.functional.pad(reversed_sums.flip(-1), (0, length + 1))
 
     # Key k is seen by the queries from k + first to k + end − 1.
     first = 0 if include_self else 1
-    end = length
-    if window is not None:
-        end = min(max(window, first), length)
-
-    from_first = counts_from[:, first : first + length]
-    from_end = counts_from[:, end : end + length]
-    return from_first - from_end
+    end = length if window is None else min(window, length)
+    return counts_from[:, first : first + length] - counts_from[:, end : end + length]
 
 
 def _medians(sizes: Stream, real: Marked) -> OfSequence:

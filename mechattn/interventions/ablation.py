@@ -19,6 +19,7 @@ from mechattn.interventions.intervention import (
     as_tuple,
     is_head,
     on,
+    store_tuples,
     tensors_digest,
 )
 from mechattn.model.patch.keys_values_z import Z, changing_z, check_layers, heads_of
@@ -38,7 +39,8 @@ class HeadMeans:
         prompts: The number of prompts.
     """
 
-    # A config can name HeadAblation, without means.
+    # pydantic, which reads HeadAblation from a config, has no schema for the tensors. A config gives
+    # no means.
     __pydantic_config__: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}
 
     by_layer: Mapping[int, Float[Tensor, "head d_head"]]
@@ -73,6 +75,7 @@ class HeadAblation:
             raise OptionError(
                 f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
+        object.__setattr__(self, "heads", tuple(map(tuple, heads)))  # the dataclass is frozen
         if not isinstance(self.means, HeadMeans | None):
             raise OptionError(f"means={self.means!r}: give what ma.head_means(…) returns")
 
@@ -126,7 +129,8 @@ class AttentionKnockout:
 
     Args:
         queries: The segment or segments of the affected queries. By default all queries are
-            affected except those of inserted tokens.
+            affected except those of inserted tokens. Tokens that ``evaluate`` generates belong to
+            the answer.
         keys: The segment or segments to hide.
         layers: The layers, counted from 0; all by default.
 
@@ -141,6 +145,7 @@ class AttentionKnockout:
     layers: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        store_tuples(self, "queries", "keys", "layers")
         if not as_tuple(self.queries) or not as_tuple(self.keys):
             raise OptionError(
                 f"{self} cuts no edge: give at least one segment of queries and of keys"
@@ -153,8 +158,11 @@ class AttentionKnockout:
     def marked(self, sequence: TokenSequence) -> TokenSequence:
         """Return the sequence with these edges cut.
 
+        Generated tokens belong to the answer. They are affected if the answer's queries are.
+
         Raises:
-            OptionError: The sequence already has cut edges, or no edge would be cut.
+            OptionError: The sequence already has cut edges, or no edge would be cut, neither of a
+                token of the sequence nor of a generated one.
         """
         if sequence.cut_edges is not None:
             raise OptionError(
@@ -164,20 +172,20 @@ class AttentionKnockout:
 
         queries = _in_segments(sequence, self.queries)
         keys = _in_segments(sequence, self.keys)
-        earlier_keys = keys.cumsum(0) - keys.long()  # how many hidden keys precede each token
-        if not (queries & (earlier_keys > 0)).any():
+        earlier_counts = keys.cumsum(0) - keys.long()  # of hidden keys, before each token
+        cuts_present = bool((queries & (earlier_counts > 0)).any())
+        cuts_generated = "answer" in as_tuple(self.queries) and bool(keys.any())
+        if not cuts_present and not cuts_generated:
             raise OptionError(
                 f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys}"
                 " in this sequence"
             )
 
         layers = None if self.layers is None else as_tuple(self.layers)
-        # Generated tokens belong to the answer.
-        cut_for_generated = "answer" in as_tuple(self.queries)
-        return replace(sequence, cut_edges=CutEdges(queries, keys, layers, cut_for_generated))
+        return replace(sequence, cut_edges=CutEdges(queries, keys, layers, later=cuts_generated))
 
 
 def _in_segments(sequence: TokenSequence, segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
     """Which tokens belong to one of these segments."""
-    indices = [SEGMENTS.index(segment) for segment in as_tuple(segments)]
-    return torch.isin(sequence.segment, torch.tensor(indices, device=sequence.segment.device))
+    memberships = [sequence.of_segment(segment) for segment in as_tuple(segments)]
+    return torch.stack(memberships).any(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
 from mechattn.functional.attention import in_working_dtype
-from mechattn.interventions.intervention import Acting, CurrentTarget, as_tuple, on
+from mechattn.interventions.intervention import Acting, CurrentTarget, as_tuple, on, store_tuples
 from mechattn.model.hooked import config_of
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
@@ -86,6 +86,7 @@ class ARM:
                 " not a fraction"
             )
 
+        store_tuples(self, "layers")
         layers = self.layer_numbers
         if not layers or not all(isinstance(layer, Integral) and layer >= 0 for layer in layers):
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
@@ -141,12 +142,13 @@ class ARM:
 
         def move(layer: int, pre: Activity, post: Activity) -> Activity:
             tokens = target()
+            if not len(tokens.rows):
+                return post  # the whole batch is of other conditions
             rows = tokens.rows.to(post.device)
             positions = tokens.positions.to(post.device)
             activations = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
 
-            # Statistics of the whole tensor need all rows at once. A step of 0 rows is no range.
-            rows_at_once = max(1, len(rows))
+            rows_at_once = len(rows)  # statistics of the whole tensor need them all
             if self.scope == "token":
                 rows_at_once = max(1, _ENTRIES_AT_ONCE // activations[0].numel())
             for start in range(0, len(rows), rows_at_once):
@@ -174,7 +176,13 @@ class ARM:
             return fn.keyed_uniform(keys, x.shape[-1])
 
         moved = fn.redistribute(
-            x, uniform("arm"), self.c, self.p1, self.form, self.scope, self.strength
+            x,
+            uniform("arm"),
+            self.c,
+            self.p1,
+            form=self.form,
+            scope=self.scope,
+            strength=self.strength,
         )
         if self.control is None:
             return moved

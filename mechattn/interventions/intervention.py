@@ -19,6 +19,8 @@ from mechattn.errors import OptionError
 from mechattn.model.hooked import attribute_set, holding, original_of
 from mechattn.prompts.token_sequences import TokenSequence
 
+TokenIndices = Int[Tensor, "row pos"]
+
 
 @dataclass(frozen=True, eq=False)
 class Target:
@@ -28,10 +30,10 @@ class Target:
     prompts: tuple[str, ...]  # the id of each row's prompt
     # The index of each token in the baseline sequence, which generated tokens continue; negative
     # for inserted tokens and padding.
-    positions: Int[Tensor, "row pos"]
+    positions: TokenIndices
     # The index of each token's segment in SEGMENTS; negative for padding and generated tokens; None
     # if the segments are not known.
-    segments: Int[Tensor, "row pos"] | None = None
+    segments: TokenIndices | None = None
 
 
 CurrentTarget = Callable[[], Target]  # of the forward pass that is running
@@ -55,6 +57,18 @@ def as_tuple(one_or_several: Any) -> tuple[Any, ...]:
     if isinstance(one_or_several, str) or not isinstance(one_or_several, Iterable):
         return (one_or_several,)
     return tuple(one_or_several)
+
+
+def store_tuples(intervention: Any, *names: str) -> None:
+    """Replace lists and other iterables in these fields of a frozen dataclass by tuples.
+
+    Interventions with the same options are then equal, have the same hash, and can be read more
+    than once. A text and a single number stay as they are.
+    """
+    for name in names:
+        option = getattr(intervention, name)
+        if isinstance(option, Iterable) and not isinstance(option, str):
+            object.__setattr__(intervention, name, tuple(option))  # the dataclass is frozen
 
 
 def is_head(pair: Any) -> bool:
@@ -160,7 +174,7 @@ def _tensors_in(nested: Any) -> Iterator[Tensor]:
         yield from _tensors_in(member)
 
 
-def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
+def _positions(model: Any, inputs: Mapping[str, Any]) -> TokenIndices:
     """The positions of the tokens of a forward pass, counted on from the tokens in its cache.
 
     Padding has position −1. The position ids that transformers gives to padding cannot be used:
@@ -170,17 +184,18 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
         model: The model of transformers, or the ``HookedTransformer``, whose ``forward`` is called.
         inputs: The arguments of ``forward`` by their names.
     """
-    tokens = next(iter(inputs.values()))  # if the forward has another name for its tokens
+    # Ids, embeddings or text. The first argument, if the forward has another name for them.
+    model_input = next(iter(inputs.values()))
     for name in ("input_ids", "input", "inputs_embeds"):
         if inputs.get(name) is not None:
-            tokens = inputs[name]
+            model_input = inputs[name]
             break
-    if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
+    if not isinstance(model_input, Tensor):  # a HookedTransformer also takes text
         options = {name: inputs[name] for name in ("prepend_bos", "padding_side") if name in inputs}
-        tokens = model.to_tokens(tokens, **options)
-    if tokens.ndim == 1:
-        tokens = tokens[None]
-    rows, length = tokens.shape[:2]
+        model_input = model.to_tokens(model_input, **options)
+    if model_input.ndim == 1:  # the ids of a single row
+        model_input = model_input[None]
+    rows, length = model_input.shape[:2]
 
     hooked_cache = inputs.get("past_kv_cache")  # the cache of a HookedTransformer
     mask: Any = inputs.get("attention_mask")
@@ -198,7 +213,7 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Int[Tensor, "row pos"]:
             cached_length = int(cache.get_seq_length())
         if hooked_cache is not None:
             cached_length = int(hooked_cache[0].past_keys.shape[1])
-        positions = cached_length + torch.arange(length, device=tokens.device)
+        positions = cached_length + torch.arange(length, device=model_input.device)
 
     positions = positions.expand(rows, -1)
     if has_mask:

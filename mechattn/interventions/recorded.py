@@ -27,6 +27,7 @@ from mechattn.interventions.intervention import (
     Target,
     as_tuple,
     on,
+    store_tuples,
     tensors_digest,
 )
 from mechattn.model.head_parts import output_weights
@@ -66,6 +67,7 @@ class _AffineMap(ABC):
 
     def __post_init__(self) -> None:
         check_choice(AffineParts, parts=self.parts)
+        store_tuples(self, "layers")
 
     def only(self, parts: AffineParts) -> _AffineMap:
         """Return a copy that applies "scale", "shift" or "both"."""
@@ -129,7 +131,8 @@ class AffineAttention(_AffineMap):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("scale", self.scale), ("shift", self.shift)):
+        for name in ("scale", "shift"):
+            value = getattr(self, name)
             try:
                 torch.as_tensor(value)
             except (TypeError, ValueError, RuntimeError):
@@ -154,7 +157,8 @@ class AffineAttention(_AffineMap):
                 f"shift has the shape {tuple(shift_shape)}; give a number, or [head d_head] of"
                 f" {heads} heads"
             )
-        # The width of z is that of W_O by head, which a model of transformers does not have.
+        # The width of z is that of W_O by head, which a model of transformers does not have, and
+        # which some hooked models do not show.
         if hasattr(model, "hook_dict"):
             with suppress(ModelError):
                 d_head = output_weights(model, self.layer_numbers[0]).shape[1]
@@ -322,6 +326,7 @@ class KVPatch:
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
             )
 
+        store_tuples(self, "layers")
         _check_recorded_layers(self.layer_numbers, self.from_.layers)
 
     @property

@@ -52,6 +52,14 @@ SENTENCES = {
         "Comparing “{condition}” with “{control}”, which is as long, instead of with no insertion:"
         " {amount}."
     ),
+    "several changes": "{lowest} to {highest} ({directions} of {models} models)",
+    "unsure in some": UNSURE + " in {count} of them",
+    "another measure": "Received attention is another measure. {received}",
+    "own attention": "With “{condition}”, the question attends {words}.",
+    "own attention with control": (
+        "With the control “{control}”, which is as long, it attends {words}."
+    ),
+    "no verdict": "no verdict, since {reason}",
 }
 Direction = Literal["rises", "falls", "unclear"]
 DIRECTION_WORDS: dict[Direction, str] = {
@@ -80,13 +88,6 @@ class PictureRow:
     verdict: Verdict | None
     problem: str = ""
 
-    @property
-    def words(self) -> str:
-        """The change with its interval, or else the problem."""
-        if self.verdict is None:
-            return self.problem
-        return percent_words(self.verdict.change)
-
 
 @dataclass(frozen=True)
 class ShownModel:
@@ -111,13 +112,16 @@ class ShownModel:
             return rows
 
         name = model_caption(self.result)
-        for condition in self.result.conditions[1:]:
+        for condition in self.result.conditions:
+            if condition == BASELINE:
+                continue
             try:
                 rows.append(PictureRow(name, condition, self.result.verdict(condition)))
             except MemoryOptionError:
                 raise
             except OptionError as error:  # such as too few prompts for an interval
-                rows.append(PictureRow(name, condition, None, f"no verdict, since {error}"))
+                problem = SENTENCES["no verdict"].format(reason=error)
+                rows.append(PictureRow(name, condition, None, problem))
         return rows
 
     @property
@@ -187,22 +191,24 @@ class Picture:
     def description(self) -> str:
         """The points in words, for readers who cannot see the picture."""
         return "; ".join(
-            f"{row.model}, {row.condition}: {row.words}" for row in self.rows if row.verdict
+            f"{row.model}, {row.condition}: {percent_words(row.verdict.change)}"
+            for row in self.rows
+            if row.verdict is not None
         )
 
 
 def picture_rows(models: Sequence[ShownModel]) -> list[PictureRow]:
     """The rows of all models, each with the caption of its model."""
     rows = []
-    names = captions([model.result for model in models])
-    for name, model in zip(names, models, strict=True):
-        rows += [replace(row, model=name) for row in model.rows]
+    for caption, model in captioned(models):
+        rows += [replace(row, model=caption) for row in model.rows]
     return rows
 
 
-def captions(results: Sequence[Result]) -> list[str]:
-    """The caption of each result's model. Captions of the same model are numbered."""
-    return numbered([model_caption(result) for result in results])
+def captioned(models: Sequence[ShownModel]) -> list[tuple[str, ShownModel]]:
+    """Each model with its caption before it. Captions of the same model are numbered."""
+    captions = numbered([model_caption(model.result) for model in models])
+    return list(zip(captions, models, strict=True))
 
 
 def picture(rows: Sequence[PictureRow]) -> Picture | None:
@@ -234,23 +240,25 @@ def change_sentence(rows: Sequence[PictureRow]) -> str:
     """
     if not rows:
         return ""
-    conditions = [row.condition for row in rows if row.verdict is not None]
-    if not conditions:
+    intervals_by_condition: dict[str, list[Interval]] = {}
+    for row in rows:
+        if row.verdict is not None:
+            intervals_by_condition.setdefault(row.condition, []).append(row.verdict.change)
+    if not intervals_by_condition:
         return f"{rows[0].model}: {rows[0].problem}."
 
-    condition = conditions[0]
-    intervals = [
-        row.verdict.change for row in rows if row.verdict is not None and row.condition == condition
-    ]
+    condition, intervals = next(iter(intervals_by_condition.items()))
     unsure_count = sum(_direction([interval]) == "unclear" for interval in intervals)
-    unsure_words = UNSURE if unsure_count else ""
+    unsure_words = ""
     if len(intervals) == 1:
+        if unsure_count:
+            unsure_words = UNSURE
         return SENTENCES["one model"].format(
             condition=condition, amount=percent_words(intervals[0]), unsure=unsure_words
         )
 
     if unsure_count:
-        unsure_words += f" in {unsure_count} of them"
+        unsure_words = SENTENCES["unsure in some"].format(count=unsure_count)
     direction = _direction(intervals)
     estimates = np.array([interval.estimate for interval in intervals])
     if direction == "unclear":
@@ -304,21 +312,26 @@ def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
     For several models, the budget and the layer of the largest change are left out.
     """
     budget: list[str] = []
-    received_sentences = [change_sentence(picture_rows(models))]
+    layer_words = ""
     if len(models) == 1:
         budget = budget_answer(models[0].result)
-        received_sentences.append(layer_sentence(models[0]))
-    received_sentences.append(control_sentence(models))
+        layer_words = layer_sentence(models[0])
 
+    received_sentences = [
+        change_sentence(picture_rows(models)),
+        layer_words,
+        control_sentence(models),
+    ]
     received = " ".join(filter(None, received_sentences))
     if budget and received:
-        received = f"Received attention is another measure. {received}"
+        received = SENTENCES["another measure"].format(received=received)
 
-    results = [model.result for model in models]
-    first_tokens = [first_token_words(result, result.shown_condition()) for result in results]
-    if len(models) > 1:
-        captioned_words = zip(captions(results), first_tokens, strict=True)
-        first_tokens = [f"{caption}: {words}" for caption, words in captioned_words if words]
+    first_tokens = []
+    for caption, model in captioned(models):
+        words = first_token_words(model.result, model.result.shown_condition())
+        if words and len(models) > 1:
+            words = f"{caption}: {words}"
+        first_tokens.append(words)
     return list(filter(None, [*budget, *first_tokens, received]))
 
 
@@ -356,30 +369,31 @@ def budget_answer(result: Result) -> list[str]:
 def own_attention_sentence(result: Result, condition: str) -> str:
     """How the question's attention to itself changes with a condition, and with its control if it
     has one."""
-    words = f"With “{condition}”, the question attends {own_attention_words(result, condition)}."
+    words = own_attention_words(result, condition)
+    sentence = SENTENCES["own attention"].format(condition=condition, words=words)
     control_name = matched_control(result, condition)
-    if control_name is not None:
-        control_words = own_attention_words(result, control_name)
-        words += (
-            f" With the control “{control_name}”, which is as long, it attends {control_words}."
-        )
-    return words
+    if control_name is None:
+        return sentence
+    control_words = own_attention_words(result, control_name)
+    sentence_on_control = SENTENCES["own attention with control"].format(
+        control=control_name, words=control_words
+    )
+    return f"{sentence} {sentence_on_control}"
 
 
-def verdict_sentences(model: ShownModel) -> list[str]:
-    """The verdict on each condition in words, with its control if it has one.
+def verdict_sentences(models: Sequence[ShownModel]) -> list[str]:
+    """The verdict on each condition of each model in words, with its control if it has one.
 
-    Conditions without a verdict come first, with the reason.
+    The conditions of a model that have no verdict come first, with the reason.
     """
-    result = model.result
-    caption = model_caption(result)
     sentences = []
-    for problem, conditions in model.problems.items():
-        sentences.append(f"{caption}, {', '.join(conditions)}: {problem}.")
-    for condition, verdict in model.verdicts.items():
-        control = model.control_of(condition)
-        words = verdict_in_words(result, condition, verdict, other=control)
-        sentences.append(f"{caption}: {words}")
+    for caption, model in captioned(models):
+        for problem, conditions in model.problems.items():
+            sentences.append(f"{caption}, {', '.join(conditions)}: {problem}.")
+        for condition, verdict in model.verdicts.items():
+            control = model.control_of(condition)
+            words = verdict_in_words(model.result, condition, verdict, other=control)
+            sentences.append(f"{caption}: {words}")
 
     return sentences
 
@@ -411,6 +425,9 @@ def _counted_directions(intervals: Sequence[Interval]) -> str:
         if direction in counts
     )
     estimates = [interval.estimate for interval in intervals]
-    lowest = percent(min(estimates))
-    highest = percent(max(estimates))
-    return f"{lowest} to {highest} ({counted_words} of {len(intervals)} models)"
+    return SENTENCES["several changes"].format(
+        lowest=percent(min(estimates)),
+        highest=percent(max(estimates)),
+        directions=counted_words,
+        models=len(intervals),
+    )

@@ -13,12 +13,13 @@ from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     ShownModel,
     answer_sentences,
+    captioned,
     picture,
     picture_rows,
     shown_conditions,
     verdict_sentences,
 )
-from mechattn.pages.page_data import check_memory, page_json
+from mechattn.pages.page_data import check_result, page_json
 from mechattn.pages.sections import (
     Drawing,
     HeadChoice,
@@ -36,7 +37,10 @@ from mechattn.results.provenance import stored_condition
 from mechattn.results.result import Result, alike_words
 
 CHANGING_MOST = HeadChoice()
+Results = Sequence[Result]
 Figures = Sequence[Drawing]
+SectionsAndRefusals = tuple[list[PageSection], list[str]]
+LabelledTexts = list[tuple[str, str]]  # rows of a table: a label and a text
 # The pages of docs/concepts, with the analyses that they explain.
 CONCEPTS = {
     "received-attention": ("received_attention", "attention_map"),
@@ -94,7 +98,12 @@ def browse(result: Result, maps: Result | None = None) -> View:
     Args:
         result: A result.
         maps: A result with attention maps of a few prompts; by default ``result`` itself.
+
+    Raises:
+        OptionError: The result lacks the baseline.
+        MemoryOptionError: One layer of a quantity does not fit in memory.
     """
+    check_result(result)
     about = About(f"mechattn: {model_caption(result)}", subtitle([result]))
     values = _template_values(about, [ShownModel(result, maps)], [])
     body = _environment().get_template("main.html.j2").render(values)
@@ -105,7 +114,7 @@ def browse(result: Result, maps: Result | None = None) -> View:
 
 
 def results_page(
-    results: Sequence[Result],
+    results: Results,
     path: str | Path,
     figures: Figures,
     command: str = "",
@@ -128,7 +137,7 @@ def results_page(
         The path.
 
     Raises:
-        OptionError: A figure cannot be drawn.
+        OptionError: A result lacks the baseline, or a figure cannot be drawn.
         MemoryOptionError: The page needs more memory than is allowed.
         OutputError: The page cannot be written.
     """
@@ -139,27 +148,23 @@ def results_page(
     return write_results(results, path, sections, command, force, choice)
 
 
-def sections_of(
-    results: Sequence[Result], figures: Figures, choice: HeadChoice
-) -> tuple[list[PageSection], list[str]]:
+def sections_of(results: Results, figures: Figures, choice: HeadChoice) -> SectionsAndRefusals:
     """The sections of a page, and a refusal for each figure that cannot be drawn: a sentence that
     says why.
 
     Figures that draw neither a result nor several are left out.
 
     Raises:
-        OptionError: A figure that leads the page cannot be drawn.
+        OptionError: A result lacks the baseline, or a figure that leads the page cannot be drawn.
         MemoryOptionError: The page needs more memory than is allowed.
     """
     for result in results:
-        check_memory(result)
+        check_result(result)
 
     sections: list[PageSection] = []
-    for result in results:
-        sections += lead_sections(result, choice)
-
     refusals: list[str] = []
     for result in results:
+        sections += lead_sections(result, choice)
         sections.append(prompt_section(result))
         result_sections, result_refusals = _drawn_sections("result", result, figures)
         sections += result_sections
@@ -170,7 +175,7 @@ def sections_of(
 
 
 def write_results(
-    results: Sequence[Result],
+    results: Results,
     path: str | Path,
     sections: Sequence[PageSection],
     command: str,
@@ -178,8 +183,8 @@ def write_results(
     choice: HeadChoice,
 ) -> Path:
     """Write a page of some results with sections that were drawn before. Returns the path."""
-    captions = ", ".join(map(model_caption, results))
-    about = About(f"mechattn: {captions}", subtitle(results), command)
+    names = ", ".join(map(model_caption, results))
+    about = About(f"mechattn: {names}", subtitle(results), command)
     models = [ShownModel(result, start=choice.named_head(result)) for result in results]
     return write_page(path, about, models, sections, force)
 
@@ -205,7 +210,7 @@ def write_page(
     return save_page(path, text, force)
 
 
-def subtitle(results: Sequence[Result]) -> str:
+def subtitle(results: Results) -> str:
     """The subtitle of a page of results: the number of prompts, what the first condition and its
     control insert, and whether prompts are much alike."""
     prompt_counts = sorted({result["sequences"].sizes["prompt"] for result in results})
@@ -217,28 +222,29 @@ def subtitle(results: Sequence[Result]) -> str:
     sentences = [f"{topic}, {counts} {noun}."]
     sentences += map(_inserted_words, results)
     sentences += map(alike_words, results)
-    return " ".join(filter(None, dict.fromkeys(sentences)))
+    distinct_sentences = dict.fromkeys(sentences)  # results may have the same ones
+    return " ".join(filter(None, distinct_sentences))
 
 
-def concepts(results: Sequence[Result]) -> list[str]:
+def concepts(results: Results) -> list[str]:
     """The files of the docs that explain what was measured and how it was compared."""
     analysis_names = set(chain.from_iterable(result.datasets for result in results))
     names = [name for name, analyses in CONCEPTS.items() if analysis_names.intersection(analyses)]
     return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def labelled_rows(values: Mapping[str, Any], prefix: str = "") -> LabelledTexts:
     """Nested values as rows of a label and a text. The label joins the nested names by spaces.
 
     Args:
         values: The values by name.
         prefix: The beginning of each label.
     """
-    rows: list[tuple[str, str]] = []
+    rows: LabelledTexts = []
     for name, value in values.items():
         label = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            rows += flat(value, f"{label} ")
+            rows += labelled_rows(value, f"{label} ")
         else:
             rows.append((label, str(value)))
     return rows
@@ -268,10 +274,9 @@ def _template_values(
 
     results = [model.result for model in models]
     rows = picture_rows(models)
-    verdicts = [sentence for model in models for sentence in verdict_sentences(model)]
-    provenance_rows: list[tuple[str, str]] = []
+    provenance_rows: LabelledTexts = []
     for result in results:
-        provenance_rows += flat(result.provenance)
+        provenance_rows += labelled_rows(result.provenance)
     if about.command:
         provenance_rows.append(("command", about.command))
 
@@ -288,8 +293,8 @@ def _template_values(
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "rows": rows,
         "picture": picture(rows),
-        "verdicts": verdicts,
-        "models": models,
+        "verdicts": verdict_sentences(models),
+        "models": captioned(models),
         "lead_sections": [section for section in sections if section.leads],
         "sections": [section for section in sections if not section.leads],
         "concepts": concepts(results),
@@ -299,8 +304,8 @@ def _template_values(
 
 
 def _drawn_sections(
-    subject: str, results: Result | Sequence[Result], figures: Figures
-) -> tuple[list[PageSection], list[str]]:
+    subject: str, results: Result | Results, figures: Figures
+) -> SectionsAndRefusals:
     """The sections of the figures with one subject, and a refusal for each of these figures that
     cannot be drawn.
 

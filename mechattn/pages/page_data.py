@@ -31,7 +31,7 @@ from mechattn.contrast.quantities import (
 from mechattn.contrast.table import DEFAULT_MARGINS, comparison_table, marked
 from mechattn.errors import MemoryOptionError, OptionError, visible
 from mechattn.pages.embedded import kind_for, packed
-from mechattn.pages.first_screen import ShownModel, captions
+from mechattn.pages.first_screen import ShownModel, captioned
 from mechattn.render.attention_figures import shared_inserted_span
 from mechattn.render.html_views import (
     prompt_tokens,
@@ -43,6 +43,7 @@ from mechattn.render.words import NULL_NAMES, band_words, quantity_words
 from mechattn.results.result import Result
 from mechattn.stats.units import RESAMPLES
 
+JsonObject = dict[str, Any]
 # The columns of a comparison on the map. A t interval is symmetric, so half its width is enough.
 CHANGE_COLUMNS = (
     "difference",
@@ -78,25 +79,28 @@ MISSING = {
 
 def page_json(models: Sequence[ShownModel]) -> str:
     """The data of all models of a page, each with its caption, as compressed JSON."""
-    names = captions([model.result for model in models])
-    data = [
-        {"name": name} | shown_model_data(model) for name, model in zip(names, models, strict=True)
-    ]
+    data = [{"name": caption} | shown_model_data(model) for caption, model in captioned(models)]
     text = json.dumps({"models": data}, separators=(",", ":"), allow_nan=False)
     return squeezed(text)
 
 
-def check_memory(result: Result) -> None:
-    """Check, before anything is read, that the comparisons of a page fit in memory.
+def check_result(result: Result) -> None:
+    """Check, before anything is read, that a page can compare the conditions of a result.
 
     Raises:
-        MemoryOptionError: One layer of a quantity does not fit.
+        OptionError: The result lacks the baseline.
+        MemoryOptionError: One layer of a quantity does not fit in memory.
     """
+    if BASELINE not in result.conditions:
+        raise OptionError(
+            "a page compares conditions with the baseline, which this result lacks: select it too,"
+            ' as in result.sel(condition=["baseline", "slash"])'
+        )
     for name in head_quantities(result):
         layer_blocks(result, name, "question", RESAMPLES)
 
 
-def shown_model_data(model: ShownModel) -> dict[str, Any]:
+def shown_model_data(model: ShownModel) -> JsonObject:
     """The data of one model.
 
     Returns:
@@ -133,7 +137,7 @@ def shown_model_data(model: ShownModel) -> dict[str, Any]:
     patterns = head_patterns(result if model.maps is None else model.maps)
     patterns["from_separate_run"] = model.maps is not None
     return {
-        "conditions": result.conditions,
+        "conditions": result["sequences"].condition.values.tolist(),  # in the order of the arrays
         "layers": layers,
         "heads": heads,
         "start": start,
@@ -153,7 +157,7 @@ def measured_layers(result: Result) -> list[int]:
     return []
 
 
-def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
+def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> JsonObject:
     """The numbers of one quantity, as ``result.heads`` and ``result.compare`` give them.
 
     Args:
@@ -170,8 +174,8 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     variable = variable_of(result, quantity)
     segment = segment_of(variable, "question")
 
-    values: dict[str, Any] = {}
-    changes: dict[str, Any] = {}
+    values: JsonObject = {}
+    changes: JsonObject = {}
     missing: dict[str, str] = {}
     for condition in result.conditions:
         try:
@@ -196,7 +200,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     }
 
 
-def head_curves(result: Result) -> dict[str, Any]:
+def head_curves(result: Result) -> JsonObject:
     """Received attention of every head by original position, in each condition, with its null.
 
     Returns:
@@ -248,7 +252,7 @@ def head_curves(result: Result) -> dict[str, Any]:
     }
 
 
-def head_texts(result: Result) -> dict[str, Any]:
+def head_texts(result: Result) -> JsonObject:
     """The first prompt in each condition: its tokens, and what they receive from every head.
 
     Returns:
@@ -272,7 +276,7 @@ def head_texts(result: Result) -> dict[str, Any]:
     return {"tokens": tokens, "received": received}
 
 
-def head_patterns(result: Result) -> dict[str, Any]:
+def head_patterns(result: Result) -> JsonObject:
     """The attention maps of a few prompts.
 
     Returns:
@@ -288,20 +292,21 @@ def head_patterns(result: Result) -> dict[str, Any]:
     inserted = (result["sequences"].origin == INSERTED).sum("pos")
 
     numbers_left = MOST_PATTERN_NUMBERS
-    prompts: list[dict[str, Any]] = []
+    prompts: list[JsonObject] = []
     for prompt_index in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
         patterns = {}
-        for condition_index, condition in enumerate(result.conditions):
-            indices = {"prompt": prompt_index, "condition": condition_index}
+        of_prompt = maps.isel(prompt=prompt_index)
+        inserted_counts = inserted.isel(prompt=prompt_index)
+        for condition in result.conditions:
             tokens = prompt_tokens(result, condition, prompt_index)
             queries, keys = np.tril_indices(len(tokens))
-            lower_triangle = maps.isel(indices).values[..., queries, keys]
+            lower_triangle = of_prompt.sel(condition=condition).values[..., queries, keys]
             numbers_left -= lower_triangle.size
             if numbers_left < 0:
                 break
             patterns[condition] = {
                 "tokens": [visible(token) for token in tokens],
-                "inserted": int(inserted.isel(indices)),
+                "inserted": int(inserted_counts.sel(condition=condition)),
                 "rows": packed(np.round(65535 * lower_triangle.astype(np.float64)), "u2"),
             }
         if patterns:
@@ -314,7 +319,7 @@ def head_patterns(result: Result) -> dict[str, Any]:
 
 def _values(
     result: Result, quantity: str, condition: str, layers: list[int], heads: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """The means over prompts in a condition with half the widths of their intervals, and the means
     under uniform attention."""
     table = result.heads(quantity, None, condition=condition)
@@ -328,7 +333,7 @@ def _values(
     }
 
 
-def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any]:
+def _changes(contrast: Contrast, layers: list[int], heads: int) -> JsonObject:
     """The changes from the baseline, those of the null and those beyond the null, with half the
     widths of intervals and what was tested."""
     table = comparison_table(contrast, bootstrap_ends=False)
@@ -356,7 +361,7 @@ def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any
 
 def _by_layer_and_head(
     table: pd.DataFrame, column: str, layers: list[int], heads: int
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """A column of a table as [layer, head], with NaN for heads without a row.
 
     None if the column is empty.
@@ -398,7 +403,7 @@ def _means(
     return means, half_widths
 
 
-def _inserted_curves(result: Result, condition: str) -> dict[str, Any] | None:
+def _inserted_curves(result: Result, condition: str) -> JsonObject | None:
     """Where the inserted tokens are, and what they receive [layer, head, key].
 
     None if they are not one span that all prompts share.

@@ -160,22 +160,25 @@ def citation(title: str, results: Sequence[Result]) -> str:
         runs="; ".join(runs),
         mechattn=versions["mechattn"],
         transformer_lens=versions["transformer-lens"],
-        year=time_words(results[0])[:4],
+        year=_times(results[0])[0][:4],  # the times are in ISO 8601
     )
 
 
 def time_words(result: Result) -> str:
     """The time at which the numbers were computed, or from when to when if runs were merged."""
+    return " to ".join(_times(result))
+
+
+def _times(result: Result) -> Sequence[str]:
+    """The time of a run, or the times of the first and the last of merged runs."""
     time = result.provenance["time"]
-    if isinstance(time, str):
-        return time
-    return " to ".join(time)
+    return [time] if isinstance(time, str) else time
 
 
 def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
     """The figures that lead a page, of the first condition and its control."""
     figures: list[Drawing] = []
-    conditions = shown_conditions(result)  # two if there is a control, none of the baseline alone
+    conditions = shown_conditions(result)
     if "attention_budget" in result.datasets:
         figures.append((attention_budget, {"conditions": conditions}))
     if "received_attention" not in result.datasets:
@@ -191,7 +194,8 @@ def _lead_figures(result: Result, choice: HeadChoice) -> list[Drawing]:
     if options["heads"] is not None:
         single_head = {"heads": options["heads"][:1], "top": None}
 
-    if len(conditions) == 2:
+    _, *controls = conditions
+    if controls:
         control_options = {
             "layer": options["layer"],
             "heads": single_head["heads"],

@@ -74,7 +74,7 @@ class Ignored:
 VARIANTS = {
     "masked": SLASH.masked(),
     "unshifted": SLASH.unshifted(),
-    "cut": SLASH.under(ma.interventions.AttentionKnockout(("question", "answer"), "inserted")),
+    "cut": SLASH.under(ma.interventions.AttentionKnockout("answer", "inserted")),
 }
 
 

@@ -59,19 +59,15 @@ def of_mlps(model, prompts, conditions, memory="2GiB"):
 
 def test_batches_and_order_decide_nothing(toy, short_prompts):
     """All prompts together, or one a batch and in another order: the same numbers but for rounding."""
-    seeded = ma.interventions.ARM(form="released_llama", p1=95.0, layers=(0, 1), seed=1)
     conditions = {
         "slash": ma.MeaninglessTokens("/", 20).under(ARM),
         "arm": ma.Baseline(intervention=ARM),
-        "seeded": ma.Baseline(intervention=seeded),
     }
     together = of_mlps(toy, short_prompts[:3], conditions)
     apart = of_mlps(toy, short_prompts[2::-1], conditions, memory="1KiB")
     apart = apart.sel(prompt=together.prompt)
     for name in ("l1_by_segment", "near_zero_by_segment", "token_change_by_segment"):
         np.testing.assert_allclose(together[name], apart[name], atol=2e-3, rtol=1e-4, err_msg=name)
-    l1 = together.l1_by_segment
-    assert float(abs(l1.sel(condition="seeded") - l1.sel(condition="arm")).max()) > 0.01
 
 
 def test_only_the_rows_of_its_condition_are_touched(toy, short_prompts):
@@ -87,14 +83,12 @@ def test_only_the_rows_of_its_condition_are_touched(toy, short_prompts):
     assert float(abs(changed - 1).max()) > 0.01
 
 
-def test_only_the_whole_tensor_depends_on_the_batch(toy):
+def test_the_whole_tensor_depends_on_the_batch(toy):
     tokens = torch.arange(10, 50).view(2, 20)
-    for scope, differs in (("tensor", True), ("token", False)):
-        arm = ma.interventions.ARM(scope=scope, form="released_llama")
-        both, _ = seen_with(toy, tokens, arm)
-        alone, _ = seen_with(toy, tokens[1:], arm)
-        apart = float((both[0][1] - alone[0][0]).abs().max())
-        assert (apart > 1e-2) == differs, (scope, apart)
+    arm = ma.interventions.ARM(scope="tensor", form="released_llama")
+    both, _ = seen_with(toy, tokens, arm)
+    alone, _ = seen_with(toy, tokens[1:], arm)
+    assert float((both[0][1] - alone[0][0]).abs().max()) > 1e-2
 
 
 def test_generation_with_a_cache_is_generation_without(toy):
@@ -156,10 +150,6 @@ def test_the_form_is_that_of_the_models_family(name, form, c, p1):
     arm = ma.interventions.ARM.for_model(model, layers=1)
     assert (arm.form, arm.c, arm.p1, arm.layers) == (form, c, p1, 1)
     assert ma.interventions.ARM.for_model(model, c=0.2).c == 0.2
-
-
-def test_the_form_of_a_hooked_model(toy):
-    assert ma.interventions.ARM.for_model(toy).form == "released_llama"
 
 
 def test_a_model_without_a_configuration_has_no_family():

@@ -17,14 +17,12 @@ PROMPT = "Tom has 3 apples."
     [
         (lambda: ma.interventions.ARM(c=-0.1), "c=-0.1: give a factor, 0 or more"),
         (lambda: ma.interventions.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
-        (lambda: ma.interventions.HeadAblation(()), r"heads=\(\): give a tuple of"),
         (lambda: ma.interventions.HeadAblation(((0, 1),), 3), "means=3: give what ma.head_means"),
         (lambda: ma.interventions.ARM(layers="0"), "layers='0': give one or several layers"),
         (
             lambda: ma.interventions.HeadAblation(((0, 1.0),)),
             r"give a tuple of \(layer, head\) pairs",
         ),
-        (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile"),
         (lambda: ma.interventions.ARM(p1=0.995), "p1=0.995: give a percentile.* not a fraction"),
         (lambda: ma.interventions.ARM(strength="a"), "strength='a': give a finite number"),
         (lambda: ma.interventions.AffineAttention(scale=None), "scale=None: give a number or a"),
@@ -52,6 +50,12 @@ def test_options(make, message):
         make()
 
 
+def test_lists_and_iterators_are_stored_as_tuples():
+    ablation = ma.interventions.HeadAblation([[0, 1]])
+    assert hash(ablation) == hash(ma.interventions.HeadAblation(((0, 1),)))
+    assert ma.interventions.ARM(layers=iter((0, 1))).layers == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("intervention", "message"),
     [
@@ -66,11 +70,6 @@ def test_options(make, message):
             ma.interventions.RecordedAffine({"other": {}}, 0, "elsewhere"),
             "prompt '0' was not recorded",
         ),
-        (
-            ma.interventions.RecordedAffine({"0": {}}, 0, "elsewhere"),
-            "the recorded layers are",
-        ),
-        (ma.interventions.HeadAblation(((0, 8),)), "head 8 is out of range"),
         (
             ma.interventions.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)),
             "not layer 1",
@@ -136,8 +135,6 @@ def test_folded_weights_compute_the_nonlinearity_elsewhere():
 def test_nothing_to_record(toy):
     with pytest.raises(OptionError, match="prompt 0 has no inserted token under"):
         ma.record_affine(toy, PROMPT, ma.Baseline())
-    with pytest.raises(OptionError, match="layer 4 is out of range"):
-        ma.record_affine(toy, PROMPT, ma.MeaninglessTokens("/", 20), layers=4)
 
 
 def test_no_agreement_without_the_analysis(slash_result):

@@ -16,8 +16,10 @@ from mechattn.pages.first_screen import (
     control_sentence,
     own_attention_sentence,
     picture,
+    verdict_sentences,
 )
 from mechattn.pages.page import subtitle
+from mechattn.pages.page_data import head_patterns
 from mechattn.render.words import percent, percent_words
 from mechattn.stats.intervals import Interval
 from tests.render.by_hand import percent_change, t_interval
@@ -140,6 +142,17 @@ def test_the_first_condition_stands_against_its_control(controlled):
 def test_a_sentence_on_one_of_several_models_names_it(slash_result, monkeypatch):
     monkeypatch.setattr("mechattn.pages.first_screen.first_token_words", lambda *_: "It moves.")
     assert "It moves." not in answer_sentences([ShownModel(slash_result)] * 2)
+
+
+def test_conditions_in_any_order_keep_their_verdicts_and_patterns(toy, short_prompts):
+    analyses = [ma.ReceivedAttention(), ma.analyses.AttentionMap()]
+    result = ma.run(toy, short_prompts[:3], {"slash": ma.MeaninglessTokens("/", 5)}, analyses)
+    reordered = result.sel(condition=["slash", "baseline"])
+    first, second = verdict_sentences([ShownModel(reordered), ShownModel(result)])
+    assert first == second.replace("result 2", "result 1")
+    assert head_patterns(reordered) == head_patterns(result)
+    with pytest.raises(ma.MechattnError, match="lacks: select it too"):
+        ma.browse(result.sel(condition=["slash"]))
 
 
 def test_what_has_no_verdict_says_why():

@@ -30,6 +30,7 @@ PARTS: tuple[Part, Part] = ("k", "v")
 
 # From the concatenated keys or values of all heads to those that replace them.
 Change = Callable[[Part, Float[Tensor, "batch pos width"]], Float[Tensor, "batch pos width"]]
+Projected = Float[Tensor, "batch pos ..."]  # a hooked tensor, with its heads apart or concatenated
 Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
 ChangeZ = Callable[[Z], Z]
 
@@ -66,9 +67,8 @@ def changing_keys_values(model: Any, changes: Mapping[int, Change]) -> AbstractC
 
 def heads_of(model: Any) -> int:
     """The number of heads in a layer of a hooked model or a transformers model."""
-    cfg = getattr(model, "cfg", None)
-    if cfg is not None:
-        return cfg.n_heads
+    if hasattr(model, "hook_dict"):
+        return model.cfg.n_heads
     return config_of(model).num_attention_heads
 
 
@@ -108,7 +108,7 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
         f"layer {layer} has run without its hook_z, so the outputs of its heads cannot be changed"
     )
 
-    def changed_z(z: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "batch pos ..."]:
+    def changed_z(z: Projected) -> Projected:
         required_call.called = True
         replacement = change(split_heads(z, heads))
         return replacement.to(z.dtype).reshape(z.shape)
@@ -184,7 +184,7 @@ def _hook_output(
         columns: The columns to change; all by default.
     """
 
-    def replaced_output(module: Any, args: Any, output: Float[Tensor, "batch pos ..."]) -> Tensor:
+    def replaced_output(module: Any, args: Any, output: Projected) -> Tensor:
         projected = output.flatten(2)
         if columns is None:
             return change(part, projected).to(output.dtype).reshape(output.shape)

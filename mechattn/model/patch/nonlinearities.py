@@ -20,6 +20,7 @@ _NAMES_IN_MODELS = ("act_fn", "act", "activation_fn", "gelu_impl", "activation",
 _NAMES_IN_BRIDGES = ("_activation_fn",)
 
 Activity = Float[Tensor, "*token d_mlp"]
+Place = tuple[Any, str]  # a module, and the name of its attribute with the nonlinearity
 
 # Called with the layer and the activations before and after the nonlinearity. What it returns
 # replaces the latter; None leaves them.
@@ -55,8 +56,8 @@ def at_nonlinearity(model: Any, functions: Mapping[int, SeeActivations]) -> Iter
         yield
 
 
-def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
-    """The module with the nonlinearity of a layer's MLP, and the name of its attribute there.
+def nonlinearity_of(model: Any, layer: int) -> Place:
+    """The place of the nonlinearity of a layer's MLP.
 
     Raises:
         OptionError: There is no such layer.
@@ -71,7 +72,7 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
         )
 
     # By the id of the nonlinearity, because one may be an attribute of several modules.
-    places: dict[int, tuple[Any, str]] = {}
+    places: dict[int, Place] = {}
     for module, name in _nonlinearities(block):
         places.setdefault(id(getattr(module, name)), (module, name))
 
@@ -90,8 +91,8 @@ def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
     return nonlinearity
 
 
-def _nonlinearities(block: Any) -> Iterator[tuple[Any, str]]:
-    """The nonlinearities of a block's MLPs: the module of each, and the name of its attribute."""
+def _nonlinearities(block: Any) -> Iterator[Place]:
+    """The places of the nonlinearities of a block's MLPs."""
     for path, module in block.named_modules():
         path_parts = path.lower().split(".")
         # A nonlinearity is left out as a module, because it may have an attribute of such a name.

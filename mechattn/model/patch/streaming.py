@@ -27,6 +27,7 @@ Keys = Float[Tensor, "batch kv_head pos d_head"]
 Values = Float[Tensor, "batch kv_head pos d_value"]
 Output = Float[Tensor, "batch head pos d_value"]
 Projected = Float[Tensor, "batch pos ..."]
+HookPoints = Sequence[Callable[[Tensor], Tensor]]
 SeeRows = Callable[[int, Rows], None]
 SeeWhole = Callable[[int, Fused], None]
 
@@ -183,7 +184,7 @@ def streaming(
 Replacement = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
 
 # By the id of the transformers attention module: its layer, and the hook points for q, k and v.
-_streamed_modules: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
+_streamed_modules: dict[int, tuple[_Layer, HookPoints]] = {}
 
 
 @contextmanager
@@ -210,16 +211,22 @@ def _called_by_transformers(model: HookedModel, attention_layers: list[int]) -> 
         _REGISTERED_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     )
 
-    # The configurations that select the attention function. The layers usually share one.
+    # The configurations that select the attention function, by their ids, because the layers
+    # usually share one. That of a model with images has another for its text.
     modules = [model.blocks[layer].attn.original_component for layer in attention_layers]
-    configs = [original.config, *(getattr(module, "config", None) for module in modules)]
-    configs += [getattr(config, "text_config", None) for config in configs]
-    distinct_configs = {id(config): config for config in configs if config is not None}
+    configs_by_id: dict[int, Any] = {}
+    for owner in (original, *modules):
+        config = getattr(owner, "config", None)
+        for candidate in (config, getattr(config, "text_config", None)):
+            if candidate is not None:
+                configs_by_id[id(candidate)] = candidate
 
-    ours = _REGISTERED_WITH_MASK if particulars_of(model).uses_mask else _REGISTERED
+    registered_name = _REGISTERED_WITH_MASK if particulars_of(model).uses_mask else _REGISTERED
     with ExitStack() as stack:
-        for config in distinct_configs.values():
-            stack.enter_context(attribute_set(config, "_attn_implementation_internal", ours))
+        for config in configs_by_id.values():
+            stack.enter_context(
+                attribute_set(config, "_attn_implementation_internal", registered_name)
+            )
         yield
 
 
@@ -238,9 +245,10 @@ def _attention_function(
     layer, (hook_q, hook_k, hook_v) = _streamed_modules[id(module)]
     window = options.get("sliding_window")
     if window not in (None, layer.window):
+        assumed = "full attention" if layer.window is None else layer.window
         raise ModelError(
             f"layer {layer.number} attends in a window of {window}, but mechattn assumed "
-            f'{layer.window or "full attention"}; use engine="hooks", and report it'
+            f'{assumed}; use engine="hooks", and report it'
         )
 
     by_head = layer(
@@ -265,7 +273,7 @@ def _delegated(
     model: HookedModel,
     attention: Any,
     layer: _Layer,
-    hook_points: Sequence[Callable[[Tensor], Tensor]] = (_unchanged, _unchanged, _unchanged),
+    hook_points: HookPoints = (_unchanged, _unchanged, _unchanged),
 ) -> Iterator[None]:
     """Replaces the attention of a bridge that leaves the computation to the transformers module.
 

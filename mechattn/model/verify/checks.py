@@ -104,12 +104,14 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         native_checks = [
             compare_positions(
                 "logits",
-                logits,
-                native_logits[0].float().cpu(),
-                LOGIT_TOLERANCE[dtype],
-                f"logits against the model's own attention ({_attention_of(facts.native)}), worst"
-                " position",
-                remedy,
+                hooked=logits,
+                expected=native_logits[0].float().cpu(),
+                tolerance=LOGIT_TOLERANCE[dtype],
+                detail=(
+                    f"logits against the model's own attention ({_attention_of(facts.native)}),"
+                    " worst position"
+                ),
+                remedy=remedy,
             ),
             _kernel(model, hook_values, patterns, source, dtype),
         ]
@@ -170,7 +172,8 @@ def _run_native(
 
     if sdpa_calls.patterns:
         return output.logits, sdpa_calls.patterns, "SDPA with identity values"
-    attentions = getattr(output, "attentions", None) or ()  # None for a layer without attention
+    attentions = getattr(output, "attentions", None) or ()
+    # A layer without attention has None in its place.
     patterns = [pattern for pattern in attentions if pattern is not None]
     return output.logits, patterns, "the weights of eager attention"
 
@@ -253,9 +256,10 @@ def _neighbours(
     device = device_of(model)
     length = tokens.shape[1]
     boundary = boundary_of(model)
-    # The model has at least the smallest number of positions that is stated.
-    stated_numbers = (getattr(config_of(model), "max_position_embeddings", None), model.cfg.n_ctx)
-    most_positions = min([number for number in stated_numbers if number], default=1)
+    # The configurations of transformers and TransformerLens may state different numbers of
+    # positions. The model has at least the smaller.
+    stated_counts = (getattr(config_of(model), "max_position_embeddings", None), model.cfg.n_ctx)
+    most_positions = min([count for count in stated_counts if count], default=1)
     if boundary is not None and length <= boundary.at:
         most_positions = min(most_positions, boundary.at)
     longer_length = max(length, min(length + length // 2, most_positions))
@@ -287,8 +291,14 @@ def _neighbours(
         "its logits depend on padding or on the batch in a way that mechattn does not know, so"
         " conditions cannot be compared; please report it"
     )
-    tolerance = LOGIT_TOLERANCE[dtype]
-    return compare_positions("neighbours", logits, logits_alone, tolerance, detail, remedy)
+    return compare_positions(
+        "neighbours",
+        hooked=logits,
+        expected=logits_alone,
+        tolerance=LOGIT_TOLERANCE[dtype],
+        detail=detail,
+        remedy=remedy,
+    )
 
 
 def _against_hooks(model: HookedModel, name: str, pattern_words: str, fused: bool) -> Check:
@@ -332,10 +342,10 @@ def _against_hooks(model: HookedModel, name: str, pattern_words: str, fused: boo
 
     logit_check = compare_positions(
         name,
-        logits,
-        expected_logits[0].float().cpu(),
-        LOGIT_TOLERANCE[dtype],
-        f"{detail}: logits",
+        hooked=logits,
+        expected=expected_logits[0].float().cpu(),
+        tolerance=LOGIT_TOLERANCE[dtype],
+        detail=f"{detail}: logits",
     )
     for check in (pattern_check, logit_check):
         if check.outcome != "passed":

@@ -162,7 +162,7 @@ def _values(probe: ProbedHooks) -> Check:
             return Check("values", "limited", detail=f"{detail}: {reason}")
 
         pairs[layer] = (mixed, z)
-        layer_check = compare("values", {layer: (mixed, z)}, tolerance, detail)
+        layer_check = compare("values", {layer: pairs[layer]}, tolerance, detail)
         if layer_check.outcome == "passed":
             continue
         step = _step_to_z(probe, layer, mixed, z)
@@ -174,7 +174,10 @@ def _values(probe: ProbedHooks) -> Check:
     check = compare("values", pairs, tolerance, detail)
     if not steps:
         return check
-    return replace(as_limited(check, f"z is pattern · v {steps[0].words}"), gate=steps[0].gate)
+    # One function stands for the gates of all layers, so there is none if they differ.
+    gates = {step.gate for step in steps}
+    gate = gates.pop() if len(gates) == 1 else None
+    return replace(as_limited(check, f"z is pattern · v {steps[0].words}"), gate=gate)
 
 
 def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
@@ -248,21 +251,20 @@ def _heads(probe: ProbedHooks) -> Check:
     for layer, stored_z in probe.each_layer("attn.hook_z"):
         z = _by_head(probe.model, stored_z)
         sum_of_heads = _sum_of_heads(probe.model, layer, z)
-        outputs = []
-        distances = []
+        outputs_by_distance: dict[float, Tensor] = {}
         for name in ("attn.hook_out", "hook_attn_out"):
             output = probe.of_layer(layer, name)
             if output is None or sum_of_heads is None or output.shape != sum_of_heads.shape:
                 continue
-            outputs.append(output)
-            distances.append(float((output - sum_of_heads).abs().max()))
-        if sum_of_heads is None or not outputs:
+            distance = float((output - sum_of_heads).abs().max())
+            outputs_by_distance.setdefault(distance, output)
+        if sum_of_heads is None or not outputs_by_distance:
             reason = f"z {list(z.shape)} and W_O do not give an output of the heads' shape"
             return Check("heads", "limited", detail=f"{detail}: layer {layer}: {reason}")
 
         # The two hooks differ in Gemma, where one is after the post-norm, and in BLOOM, where one
         # is after the residual is added. The nearer one is the heads' output.
-        nearest_output = outputs[distances.index(min(distances))]
+        nearest_output = outputs_by_distance[min(outputs_by_distance)]
         pairs[layer] = (sum_of_heads[0], nearest_output[0])
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
@@ -276,10 +278,12 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
         w_o = head_parts.output_projection(model, layer).float().cpu()
         with weights_here(attention):
             b_o = getattr(attention, "b_O", None)
-    except Exception:  # TransformerLens raises several classes if it cannot find W_O
+    # AttentionBridge.W_O raises AttributeError or the errors of a weight of an unknown shape, and
+    # MLAAttentionBridge.b_O raises NotImplementedError.
+    except Exception:
         return None
 
-    if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
+    if w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
         return None
     sum_without_bias = z.flatten(2) @ w_o.flatten(0, 1)
     if b_o is None:

@@ -72,7 +72,8 @@ class Check:
         tolerance: The largest allowed difference.
         detail: What was compared, or why nothing could be compared.
         remedy: What to do after a failure.
-        gate: If z is the mixed values times a gate, the name of the gate's function.
+        gate: If z is the mixed values times a gate, the name of the gate's function. None if layers
+            have different ones.
     """
 
     name: str
@@ -125,7 +126,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether no check failed. A check that is limited or was not made has not failed."""
-        return not any(check.outcome == "failed" for check in self.checks)
+        return not self._failures
 
     @property
     def not_checked(self) -> list[str]:
@@ -247,7 +248,7 @@ def compare(
         entry_differences[layer] = differences.nan_to_num(nan=torch.inf)
         layer_differences[layer] = float(summary(entry_differences[layer]))
 
-    worst_layer = max(layer_differences, key=lambda layer: layer_differences[layer])
+    worst_layer = max(layer_differences, key=layer_differences.__getitem__)
     largest = layer_differences[worst_layer]
     if largest <= tolerance:
         return Check(name, "passed", difference=largest, tolerance=tolerance, detail=detail)
@@ -282,7 +283,7 @@ def compare_positions(
 
     # Positions take the place of layers.
     pairs = dict(enumerate(zip(centred_hooked, centred_expected, strict=True)))
-    check = compare(name, pairs, tolerance, detail, remedy, unit, root_mean_square)
+    check = compare(name, pairs, tolerance, detail, remedy, unit=unit, summary=root_mean_square)
     return replace(check, layer=None)
 
 
@@ -296,8 +297,8 @@ def as_limited(check: Check, detail: str) -> Check:
 def dtype_of(model: HookedModel) -> torch.dtype:
     """The dtype among a model's weights that has the widest tolerance."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    known_dtypes = dtypes & set(LOGIT_TOLERANCE)  # quantised weights may be integers
-    return max(known_dtypes, key=lambda dtype: LOGIT_TOLERANCE[dtype], default=torch.float32)
+    known_dtypes = dtypes & LOGIT_TOLERANCE.keys()  # quantised weights may be integers
+    return max(known_dtypes, key=LOGIT_TOLERANCE.__getitem__, default=torch.float32)
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
@@ -316,7 +317,7 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     drawn_count = 2 * max(probe_length, LONGEST_PROBE)
     generator = torch.Generator().manual_seed(0)
     drawn_tokens = torch.randint(vocab_size, (drawn_count,), generator=generator)
-    special_tokens = set(getattr(tokenizer, "all_special_ids", []) or [])
+    special_tokens = set(getattr(tokenizer, "all_special_ids", ()))
     ordinary_tokens = [token for token in drawn_tokens.tolist() if token not in special_tokens]
     tokens = ordinary_tokens[:probe_length]
 

@@ -54,7 +54,7 @@ export function resolved(models, view) {
   const { conditions, quantities } = model;
   const names = quantities.map((candidate) => candidate.name),
     quantity = pick("quantity", names, names[0]),
-    condition = pick("condition", conditions, conditions[1] ?? conditions[0]),
+    condition = pick("condition", conditions, firstCompared(conditions)),
     shows = showsOf(quantities[names.indexOf(quantity)], condition);
   const others = models.map((candidate) => candidate.name).filter((name) => name !== model.name);
   const measures = measuresOf(model, condition).map(key);
@@ -67,13 +67,16 @@ export function resolved(models, view) {
   };
 }
 
+/** The first condition besides the baseline, or the baseline if there is no other. */
+const firstCompared = (conditions) => conditions.find((name) => name !== "baseline") ?? conditions[0];
+
 /** The head that was asked for; else the one that the page starts with, else the one that differs most. */
 function headOf(model, view) {
   const [layer, head] = [view.layer, view.head].map((text) => (text === "" ? NaN : Number(text)));
   if (indexOf(model, layer, head) >= 0) return { layer, head };
   if (model.start) return { layer: model.start[0], head: model.start[1] };
   const [first] = model.quantities,
-    condition = model.conditions[1] ?? model.conditions[0];
+    condition = firstCompared(model.conditions);
   const measurement = measured(model, { quantity: first.name, condition, show: showsOf(first, condition)[0] });
   return measurement ? largest(measurement, model) : { layer: model.layers[0], head: 0 };
 }
