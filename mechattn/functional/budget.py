@@ -250,7 +250,7 @@ def mean_among_original(
         masses: The attention of some queries to each segment, from a softmax over all keys.
         weights: The weight of each of these queries, as in :func:`mean_over_queries`.
         inserted: The index of the segment of inserted tokens.
-        sinks: Whether learned sinks take a share of each row, so that its masses do not add up to
+        sinks: Whether learned sinks take part of each row, so that its masses do not add up to
             1.
 
     Returns:
