@@ -564,7 +564,7 @@ def test_several_models_have_their_verdicts_in_a_table(opened, page_of_two, slas
     *_, row = page.locator(".numbers tbody").inner_text().splitlines()
     verdict = slash_result.verdict("slash")
     model, condition, change, null, heads, count = row.split("\t")
-    assert model == "toy:llama (toy, 1.0 M parameters)"
+    assert model == "toy:llama (toy, 1.0 M parameters), result 2"
     assert (condition, count) == ("slash", str(verdict.n))
     words = ma.render.verdict_words(slash_result)
     assert f"received by the question changes by {change} over" in words

@@ -21,7 +21,6 @@ from tests.render.by_hand import percent_change, t_interval
 OPTIONS = {
     "received_attention": {"layer": 0, "heads": [1, 2]},
     "agreement": {"condition": "slash"},
-    "changes": {"conditions": ["slash", "masked"]},
 }
 
 

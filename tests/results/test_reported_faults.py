@@ -50,6 +50,12 @@ def test_a_template_with_another_date_is_refused_with_the_difference(folder, tmp
         run_job(job(folder), path)
 
 
+def test_another_template_gives_another_job(folder):
+    before = job(folder).fingerprint
+    write_date(folder, "25 November")
+    assert job(folder).fingerprint != before
+
+
 def test_answers_are_not_resumed_with_another_date(folder, tmp_path):
     prompts = [ma.Prompt(QUESTIONS[1], template="chat", solution="7")]
     path = tmp_path / "answers.jsonl"
