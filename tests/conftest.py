@@ -21,7 +21,7 @@ import torch
 import mechattn as ma
 from mechattn.engine.run import make_plan
 from mechattn.errors import ModelError
-from mechattn.model.checkpoint import load_tokenizer, toy_folder
+from mechattn.model.checkpoint import toy_folder, toy_tokenizer
 from mechattn.model.gguf_files import packaged_file
 from tests.tiny_families import tiny_model
 
@@ -150,7 +150,7 @@ def loaded_once(name, **options):
     """A toy or packaged model with these options, or the tiny model of a family, by name: for tests that change neither it nor what is known of it."""
     if name.startswith(("toy:", "real:")):
         return ma.load_model(name, **options)
-    tokenizer = load_tokenizer("toy:llama")
+    tokenizer = toy_tokenizer("toy:llama")
     return ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
 
 
@@ -163,7 +163,7 @@ def shared():
 @pytest.fixture(scope="session")
 def tokenizer():
     """The tokenizer of toy:llama, for tiny models."""
-    return load_tokenizer("toy:llama")
+    return toy_tokenizer("toy:llama")
 
 
 @pytest.fixture(scope="session")

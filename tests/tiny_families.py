@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer
+from mechattn.model.checkpoint import toy_tokenizer
 
 VOCABULARY = 784  # of the tokenizer of toy:llama
 _WINDOW = 8
@@ -150,7 +150,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
 
 @cache
 def _tokenizer() -> Any:
-    return load_tokenizer("toy:llama")
+    return toy_tokenizer("toy:llama")
 
 
 def bridge_of(model: Any, **options: Any) -> Any:

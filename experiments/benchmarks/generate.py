@@ -24,7 +24,7 @@ from ways import SHAPES, new_model
 import mechattn as ma
 from mechattn.evaluation.generate import Answer, Generation, answers, until_end
 from mechattn.evaluation.generating_rows import Request
-from mechattn.model.checkpoint import load_tokenizer
+from mechattn.model.checkpoint import toy_tokenizer
 from mechattn.prompts.token_sequences import CutEdges, TokenSequence
 
 CHARACTERS_A_TOKEN = 4
@@ -168,7 +168,7 @@ def loaded(name: str):
     if name not in SHAPES:
         return ma.load_model(name)
     random_model = new_model(name, 4, 1024, "cpu", torch.float32)
-    return ma.load_model(random_model, tokenizer=load_tokenizer("toy:llama"))
+    return ma.load_model(random_model, tokenizer=toy_tokenizer("toy:llama"))
 
 
 def table(rates_by_model: dict[str, dict[str, float]]) -> list[str]:

@@ -18,7 +18,7 @@ from mechattn.engine.engines import forward_fused, forward_in_blocks, forward_th
 from mechattn.functional import focus, received
 from mechattn.functional.attention import Rows, mix
 from mechattn.model import hooks
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import toy_folder, toy_names, toy_tokenizer
 from mechattn.prompts.token_sequences import Batch
 
 LIMIT = "SDPA forward (the limit)"
@@ -96,7 +96,7 @@ def hooked(
     if shape in toy_names():
         return ma.load_model(shape, device=device, dtype=dtype)
     made = new_model(shape, kv_heads, longest, device, dtype, family)
-    return ma.load_model(made, tokenizer=load_tokenizer("toy:llama"))
+    return ma.load_model(made, tokenizer=toy_tokenizer("toy:llama"))
 
 
 def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:

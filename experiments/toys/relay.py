@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer
+from mechattn.model.checkpoint import toy_tokenizer
 
 BATCH = 48
 LONGEST_FILLER = 16
@@ -197,7 +197,7 @@ def card(folder: Path, problems: int) -> None:
     """Print what the card says: right answers by filler, and whose answer it is after a transplant."""
     model = ma.load_model(
         LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        tokenizer=load_tokenizer("toy:llama"),
+        tokenizer=toy_tokenizer("toy:llama"),
     )
     questions = ma.load_prompts("recall", limit=problems)
     print(
@@ -241,7 +241,7 @@ def main() -> None:
         return
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    tokenizer, began = load_tokenizer("toy:llama"), time.time()
+    tokenizer, began = toy_tokenizer("toy:llama"), time.time()
     model = new_relay(tokenizer)
     draw, rng = torch.Generator().manual_seed(args.seed), random.Random(f"retold {args.seed}")
 

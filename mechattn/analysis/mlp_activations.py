@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isfinite
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -136,12 +138,17 @@ class MlpActivations(AnalysisBase):
 
     def __post_init__(self) -> None:
         check_choice(Rule, rule=self.rule)
+        if not isinstance(self.value, Real) or not isfinite(self.value):
+            raise OptionError(f"value={self.value!r}: give a finite number")
         if self.rule == "quantile" and not 0 < self.value < 1:
             raise OptionError(f"value={self.value!r}: give a quantile, between 0 and 1")
         if not self.value > 0:
             raise OptionError(f"value={self.value!r}: give a number above 0")
         if self.calibration is not None:
             as_prompts(self.calibration)  # raises unless it holds prompts
+        is_listed = isinstance(self.edges, (Sequence, np.ndarray))
+        if not is_listed or not all(isinstance(edge, Real) for edge in self.edges):
+            raise OptionError(f"edges={self.edges!r}: give a tuple of numbers")
         is_increasing = all(low < high for low, high in pairwise(self.edges))
         if len(self.edges) < 2 or not is_increasing:
             raise OptionError("edges: give at least two numbers in increasing order")

@@ -11,7 +11,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.functional import activations as fn
 from mechattn.functional.attention import in_working_dtype
 from mechattn.interventions.intervention import Acting, CurrentTarget, as_tuple, on, store_tuples
@@ -88,8 +88,13 @@ class ARM:
 
         store_tuples(self, "layers")
         layers = self.layer_numbers
-        if not layers or not all(isinstance(layer, Integral) and layer >= 0 for layer in layers):
+        are_layers = [
+            isinstance(layer, Integral) and not isinstance(layer, bool) and layer >= 0
+            for layer in layers
+        ]
+        if not layers or not all(are_layers):
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
+        check_counts(0, seed=self.seed)
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> ARM:
@@ -191,4 +196,6 @@ class ARM:
         control_change = fn.as_control(change, uniform(self.control), self.control)
         return (unmoved + control_change).to(x.dtype)
 
-    on = on  # with arm.on(model): … sets it outside a run
+    def on(self, model: Any, prompts: Sequence[str] = ()) -> Acting:
+        """Apply ARM outside a run, to everything that a model reads inside a ``with`` block."""
+        return on(self, model, prompts)

@@ -66,7 +66,7 @@ def toy_folder(name: str) -> Path:
     return _TOYS / name.removeprefix(TOY_PREFIX)
 
 
-def load_tokenizer(name: str) -> Any:
+def toy_tokenizer(name: str) -> Any:
     """The tokenizer of a toy, from its tokenizer.json.
 
     ``AutoTokenizer`` would take the class of the toy's family, which splits texts otherwise.
@@ -121,14 +121,17 @@ def check_weights_are_whole(place: str) -> None:
         ModelError: The index is missing. It says which part holds which parameter.
     """
     folder = Path(place)
-    shards = sorted(folder.glob("model-*-of-*.safetensors"))
     # A file of all weights, or the index of their parts.
-    whole_or_index = [*folder.glob("model.safetensors*"), *folder.glob("pytorch_model*")]
-    if shards and not whole_or_index:
-        raise ModelError(
-            f"the directory {place} holds parts of the weights ({shards[0].name} …) without "
-            "model.safetensors.index.json, which says what each part holds; copy it there"
-        )
+    if any(folder.glob("model.safetensors*")) or any(folder.glob("pytorch_model.*")):
+        return
+    for whole_file in ("model.safetensors", "pytorch_model.bin"):
+        stem, ending = whole_file.split(".")
+        shards = sorted(folder.glob(f"{stem}-*-of-*.{ending}"))
+        if shards:
+            raise ModelError(
+                f"the directory {place} holds parts of the weights ({shards[0].name} …) without "
+                f"{whole_file}.index.json, which says what each part holds; copy it there"
+            )
 
 
 def tokenizer_named(name: str) -> Any:
@@ -161,7 +164,7 @@ def tokenizer_of(name: str, place: str, **hub_options: Any) -> Any:
     from transformers import AutoTokenizer
 
     if name.startswith(TOY_PREFIX):
-        return load_tokenizer(name)
+        return toy_tokenizer(name)
     if os.path.isdir(place):
         files = [path for pattern in _TOKENIZER_FILES for path in Path(place).glob(pattern)]
         if not files:

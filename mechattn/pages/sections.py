@@ -15,7 +15,7 @@ from mechattn.pages.page_data import measured_layers
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget
 from mechattn.render.draw import take_heading
-from mechattn.render.figure_declaration import FIGURES, PageTable, check_heads, several
+from mechattn.render.figure_declaration import FIGURES, PageTable, check_heads, head_list, several
 from mechattn.render.html_views import in_script, tokens_in_segments
 from mechattn.render.model_figures import received_by_model
 from mechattn.render.words import model_caption, sentence_of
@@ -64,15 +64,16 @@ class HeadChoice:
     change most.
 
     Args:
-        layer: The layer, from 0. By default it is the layer of the head that changes most, or the
-            first layer if heads are named or too few prompts are stored to choose by.
-        heads: The heads, from 0, or by name, such as "L1H2". By default heads of the layer are
-            chosen.
+        layer: The layer, from 0. By default it is the layer in the first head's name, or of the
+            head that changes most; it is the first layer if heads are given by number or too few
+            prompts are stored to choose by.
+        heads: One or several heads, from 0, or by name, such as "L1H2". By default heads of the
+            layer are chosen.
         top: The number of heads to choose. A layer with fewer heads shows all.
     """
 
     layer: int | None = None
-    heads: Sequence[int | str] | None = None
+    heads: Sequence[int | str] | int | str | None = None
     top: int = 3
 
     def named_head(self, result: Result) -> tuple[int, int] | None:
@@ -81,11 +82,12 @@ class HeadChoice:
         Without a layer, a number is a head of the result's first layer.
 
         Raises:
-            OptionError: The head is neither the name nor the number of a head.
+            OptionError: The head is neither the name nor the number of a head, or the list of heads
+                is empty.
         """
-        if not self.heads:
+        if self.heads is None:
             return None
-        first_head = self.heads[0]
+        first_head = head_list(self.heads)[0]
         layer_and_head = head_named(first_head)
         if layer_and_head is not None:
             return layer_and_head
@@ -226,6 +228,9 @@ def _received_options(result: Result, choice: HeadChoice) -> dict[str, Any]:
     layer = choice.layer
     if layer is None:
         layer = int(dataset.layer.values[0])
+        named_head = choice.named_head(result)
+        if named_head is not None:
+            layer, _ = named_head
     options = {"condition": condition, "layer": layer, "heads": None, "top": None}
     if choice.heads is not None:
         return options | {"heads": check_heads(choice.heads, measured_heads, layer)}

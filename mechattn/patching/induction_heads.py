@@ -76,8 +76,8 @@ class InductionHeads:
         attributed = self.attributed.sel(rows).mean("prompt")
 
         columns = with_ends("score", score) | {"attributed": attributed.values}
-        # They come after the columns of layer and head.
-        for position, (name, values) in enumerate(columns.items(), start=2):
+        after_head = table.columns.get_loc("head") + 1
+        for position, (name, values) in enumerate(columns.items(), start=after_head):
             table.insert(position, name, values)
         return table
 
@@ -104,8 +104,8 @@ class InductionHeads:
         lines = [
             (
                 f"{len(self.loss)} spans of random tokens, each read twice: the second copy's loss"
-                f" is {float(self.loss.mean()):.3g} nats a token, that of the same tokens without a"
-                f" first copy {mean:.3g} [{low:.3g}, {high:.3g}] higher"
+                f" is {float(self.loss.mean()):.3g} nats a token; that of the same tokens without a"
+                f" first copy, minus it, is {mean:.3g} [{low:.3g}, {high:.3g}]"
             ),
             (
                 "effect: the loss with the head's output replaced by its mean, minus the loss (+:"
@@ -188,15 +188,16 @@ def induction_heads(
     other_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
     means = _mean_outputs(model, target, other_prompts)
     cells = target.cells
-    plan = PatchingPlan(request, target, cells, lambda plan, runs: {"effect": means})
+    plan = PatchingPlan(request, target, cells, lambda _plan, _runs: {"effect": means})
     estimate_plan = replace(plan, method="attribution")
 
     def batch_effects() -> Iterator[Mapping[str, PromptEffects]]:
         for batch in plan.batches([_pair(model, prompt, span) for prompt in prompts]):
             estimates = estimate_plan.effects(batch)
             effects_by_id = {}
-            for id, exact_effects in plan.effects(batch).items():
-                effects_by_id[id] = {**exact_effects, "attributed": estimates[id]["effect"]}
+            for prompt_id, exact_effects in plan.effects(batch).items():
+                estimate = estimates[prompt_id]["effect"]
+                effects_by_id[prompt_id] = {**exact_effects, "attributed": estimate}
             yield effects_by_id
 
     effects_by_cell = request.run_patching(
@@ -237,8 +238,8 @@ def _mean_outputs(
     means: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)
-        [run] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
-        for layer, z in run.activations.items():
+        [recorded_run] = recorded_runs(model, [(sequence, sequence.origin)], target.layers, "z")
+        for layer, z in recorded_run.activations.items():
             means[layer] = means[layer] + z / len(prompts)
     return {(layer, head): means[layer][:, head] for layer, head in target.heads}
 

@@ -24,7 +24,6 @@ from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS, conditions_for
 from mechattn.published.statements import Statement, Statements
 from mechattn.published.values import NotMeasurable, value_of
 from mechattn.results import provenance
-from mechattn.results.provenance import identity
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import write_text
 
@@ -88,9 +87,9 @@ class ModelRuns:
     file_name: str
     statements: Statements
     settings: Settings
-    # The model with untrained weights by its draw. Only one is kept, since each takes the memory of
-    # a model.
-    untrained_models: dict[int, HookedModel] = field(default_factory=dict, init=False)
+    # The last draw of untrained weights and its model. No other is kept, since each takes the memory
+    # of a model.
+    untrained: tuple[int, HookedModel] | None = field(default=None, init=False)
 
     @cached_property
     def model(self) -> HookedModel:
@@ -140,7 +139,7 @@ class ModelRuns:
             all_runs.values |= run_values.values
             all_runs.reasons |= run_values.reasons
 
-        self.untrained_models.clear()  # frees their memory
+        self.untrained = None  # frees its memory
         return all_runs
 
     def run_values(self, run_name: str, draw: int | None = None) -> RunValues:
@@ -236,10 +235,10 @@ class ModelRuns:
         prompts = self.settings.prompts
 
         if draw is not None:
-            if draw not in self.untrained_models:
+            if self.untrained is None or self.untrained[0] != draw:
                 seed = FIRST_DRAW * (1 + self.settings.seed) + draw
-                self.untrained_models = {draw: random_weights(self.model, seed=seed)}
-            model = self.untrained_models[draw]
+                self.untrained = (draw, random_weights(self.model, seed=seed))
+            _, model = self.untrained
             prompts = prompts[:UNTRAINED_PROMPTS]
 
         layers = None
@@ -261,10 +260,10 @@ class ModelRuns:
         Only the device is left out, since it changes no more than rounding.
         """
         hashed_values = [
-            [field.name for field in fields(RunValues)],  # the form of the file
+            [value_field.name for value_field in fields(RunValues)],  # the form of the file
             self.name,
             self.weights_hash,
-            identity(RUNS[run_name]),
+            provenance.identity(RUNS[run_name]),
             [statement.model_dump() for statement in self._of_run(run_name)],
             provenance.digest(self.settings.prompts),
             self.settings.seed,

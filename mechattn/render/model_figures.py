@@ -31,7 +31,7 @@ from mechattn.render.attention_figures import (
     shared_inserted_span,
 )
 from mechattn.render.draw import THIRD, WITH, WITHOUT, faint
-from mechattn.render.figure_declaration import declare, listed_conditions, several
+from mechattn.render.figure_declaration import declare, head_list, listed_conditions, several
 from mechattn.render.words import (
     band_words,
     change_beside_null,
@@ -39,6 +39,7 @@ from mechattn.render.words import (
     counts_words,
     heads_words,
     model_caption,
+    model_details,
     numbered,
     percent,
     quantity_words,
@@ -52,7 +53,7 @@ from mechattn.stats.intervals import Interval
 def received_by_model(
     results: Sequence[Result] | Result,
     layer: int = 0,
-    heads: Sequence[int] | int | None = None,
+    heads: Sequence[int | str] | int | str | None = None,
     conditions: tuple[str, str] = ("slash", "sentence"),
     *,
     null: Null | None = None,
@@ -67,9 +68,9 @@ def received_by_model(
     Args:
         results: One result per model.
         layer: The layer, from 0.
-        heads: The head of each model, from 0, or one number for all models. By default it is the
-            head that changes most under the first condition, chosen on one half of each model's
-            prompts; the figure then shows the other half.
+        heads: The head of each model, from 0 or by name, such as "L0H1", or one head for all
+            models. By default it is the head that changes most under the first condition, chosen on
+            one half of each model's prompts; the figure then shows the other half.
         conditions: The two conditions, the first in orange and the second in green.
         null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
 
@@ -180,11 +181,10 @@ def verdicts(
     height = 200 + 64 * len(verdict_list)  # a row has 64 pixels, and title and axis have 200
     draw.title_above_legend(figure, heading, small_print, height, margin_top=120)
 
-    labels = _row_labels(results, names)
-    _verdict_axes(figure, labels, low, high)
+    _verdict_axes(figure, _row_labels(results, names, "<br>"), low, high)
 
     sentences = []
-    for label, verdict in zip(labels, verdict_list, strict=True):
+    for label, verdict in zip(_row_labels(results, names, " "), verdict_list, strict=True):
         words = change_beside_null(verdict.change, verdict.null, verdict.null_kind)
         sentences.append(f"{label}: {words}. {heads_words(verdict)}.")
 
@@ -192,7 +192,10 @@ def verdicts(
 
 
 def _panels_of_models(
-    results: Sequence[Result], layer: int, heads: Sequence[int] | int | None, condition: str
+    results: Sequence[Result],
+    layer: int,
+    heads: Sequence[int | str] | int | str | None,
+    condition: str,
 ) -> list[Panel]:
     """The panel of each model, for the head that is given or the one that changes most.
 
@@ -206,7 +209,7 @@ def _panels_of_models(
             panels += chosen_panels(result, [layer], 1, condition, "difference")
         return panels
 
-    head_of_model = np.atleast_1d(heads).tolist()
+    head_of_model = head_list(heads)
     if np.ndim(heads) == 0:
         head_of_model *= len(results)
     if len(head_of_model) != len(results):
@@ -273,13 +276,17 @@ def _write_numbers(figure: go.Figure, values: np.ndarray, near_zero: float, heig
         )
 
 
-def _row_labels(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
+def _row_labels(results: Sequence[Result], conditions: Sequence[str], name_end: str) -> list[str]:
     """The label of each row: its model, its condition and its number of inserted tokens if rows
-    differ in them, and a running number if labels are still the same."""
+    differ in them, and a running number if labels are still the same.
+
+    ``name_end`` comes between the model's name and its details, such as a space or a line break.
+    """
     insertions = list(map(inserted_words, results, conditions))
     labels = []
     for result, condition, insertion in zip(results, conditions, insertions, strict=True):
-        words = [model_caption(result)]
+        name = result.provenance["model"]["name"]
+        words = [f"{name}{name_end}({model_details(result)})"]
         if len(set(conditions)) > 1:
             words.append(condition)
         if len(set(insertions)) > 1:  # more inserted tokens take more attention
@@ -299,6 +306,5 @@ def _verdict_axes(figure: go.Figure, labels: Sequence[str], low: float, high: fl
         range=[low - left_room * width, high + right_room * width],
     )
 
-    two_line_labels = [label.replace(" (", "<br>(", 1) for label in labels]
     # From the last row up to the first, which has its number above it.
-    figure.update_yaxes(draw.named_ticks(two_line_labels), range=[len(labels) - 0.5, -0.8])
+    figure.update_yaxes(draw.named_ticks(labels), range=[len(labels) - 0.5, -0.8])

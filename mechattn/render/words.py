@@ -78,7 +78,12 @@ def quantity_words(quantity: str, segment: str) -> str:
 
 
 def model_caption(result: Result) -> str:
-    """The model's name and number of parameters, such as "toy:llama (toy, 1.0 M parameters)".
+    """The model's name and details, such as "toy:llama (toy, 1.0 M parameters)"."""
+    return f"{result.provenance['model']['name']} ({model_details(result)})"
+
+
+def model_details(result: Result) -> str:
+    """The model's number of parameters, such as "toy, 1.0 M parameters".
 
     A toy is marked as one, and weights from a quantised file with the bits they were stored in.
     """
@@ -95,7 +100,7 @@ def model_caption(result: Result) -> str:
     if bits:
         bit_words = "- and ".join(map(str, bits))
         details.append(f"{bit_words}-bit weights, dequantised")
-    return f"{model['name']} ({', '.join(details)})"
+    return ", ".join(details)
 
 
 def numbered(names: Sequence[str]) -> list[str]:

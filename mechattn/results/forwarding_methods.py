@@ -422,7 +422,7 @@ class ForwardingMethods:
         self,
         path: str | Path,
         layer: int | None = None,
-        heads: Sequence[int] | None = None,
+        heads: Sequence[int | str] | int | str | None = None,
         force: bool = False,
         *,
         top: int = 3,
@@ -432,9 +432,10 @@ class ForwardingMethods:
 
         Args:
             path: The HTML file.
-            layer: The layer of the lines, from 0; by default that of the head that changes most.
-            heads: The heads of the lines, from 0; the first is selected on the map. By default
-                ``top`` heads are chosen.
+            layer: The layer of the lines, from 0; by default that in the first head's name, or of
+                the head that changes most.
+            heads: One or several heads of the lines, from 0, or by name, such as "L1H2"; the first
+                is selected on the map. By default ``top`` heads are chosen.
             force: Replace a file that mechattn did not write.
             top: The number of heads to choose: those that change most on one half of the prompts
                 are shown on the other. Without ``keep="prompts"`` in the run, the first heads are

@@ -202,12 +202,17 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> ShareInterval:
         The share and the ends of its interval; NaN if there are no values.
 
     Raises:
-        OptionError: There are values, and the level is not a number from 0.5 to below 1.
+        OptionError: A value is not a share between 0 and 1, or there are values, and the level is
+            not a number from 0.5 to below 1.
     """
     shares = values[~np.isnan(values)]
     n = len(shares)
     if not n:
         return ShareInterval(np.nan, np.nan, np.nan)
+    if shares.min() < 0 or shares.max() > 1:
+        raise OptionError(
+            f"values from {shares.min()} to {shares.max()}: give shares, between 0 and 1"
+        )
 
     # The number of single answers that the units are worth, and the degrees of freedom.
     mean = float(shares.mean())

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from experiments.real.budget_oracle import largest_differences, oracle
-from mechattn.model.checkpoint import load_tokenizer, toy_folder
+from mechattn.model.checkpoint import toy_folder, toy_tokenizer
 from mechattn.model.hooked import original_of
 from mechattn.model.positions import rotations_of
 from mechattn.prompts.token_sequences import baseline_sequence
@@ -124,7 +124,7 @@ def test_learned_positions_are_one_cause_with_the_hidden_states(shared):
     causes = budget.sel(condition="slash").by_cause
     assert causes.sel(cause="distance").isnull().all()
 
-    double = tiny_model(name, len(load_tokenizer("toy:llama"))).double()
+    double = tiny_model(name, len(toy_tokenizer("toy:llama"))).double()
     sequences = [condition.apply(PROMPT, model) for condition in (ma.Baseline(), SLASH)]
     expected = oracle(double, *sequences)["by_cause"]
     together = expected[..., 0] + expected[..., 2]

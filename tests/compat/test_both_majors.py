@@ -20,7 +20,7 @@ import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.functional import attention as rows
-from mechattn.model.checkpoint import load_tokenizer, toy_folder
+from mechattn.model.checkpoint import toy_folder, toy_tokenizer
 from mechattn.model.verify.checks import check_streaming
 
 TOLERANCE = 1e-5
@@ -68,7 +68,7 @@ def hooked_transformer(fold: bool):
         convert_llama_weights(native, cfg), fold_ln=fold, center_writing_weights=False, center_unembed=fold,
         fold_value_biases=False, refactor_factored_attn_matrices=False,
     )  # fmt: skip
-    model.tokenizer = load_tokenizer("toy:llama")
+    model.tokenizer = toy_tokenizer("toy:llama")
     model.cfg.default_prepend_bos = True
     return model, native
 
@@ -166,7 +166,7 @@ def tiny_hooked_transformer(**settings):
     model = HookedTransformer(cfg)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.25)
-    model.tokenizer = load_tokenizer("toy:llama")
+    model.tokenizer = toy_tokenizer("toy:llama")
     model.cfg.default_prepend_bos = True
     return model
 
@@ -224,7 +224,7 @@ def test_a_hooked_transformer_is_verified_against_its_source(fold):
 def test_falcon_is_mended_in_a_bridge_of_3_9_too():
     from tests.tiny_families import tiny_model
 
-    tokenizer = load_tokenizer("toy:llama")
+    tokenizer = toy_tokenizer("toy:llama")
     report = ma.verify_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)
     assert report.passed
     assert report.mended

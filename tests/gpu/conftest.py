@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import toy_folder, toy_names, toy_tokenizer
 from tests.analysis.plain import loop_over_experts
 from tests.tiny_families import tiny_model
 
@@ -60,7 +60,7 @@ def plain(name, dtype, wide=False, scale=1.0):
     if name in toy_names():
         made = AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float32)
     else:
-        made = tiny_model(name, len(load_tokenizer("toy:llama")))
+        made = tiny_model(name, len(toy_tokenizer("toy:llama")))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(scale if parameter.ndim > 1 else 1.0)
@@ -73,7 +73,7 @@ def plain(name, dtype, wide=False, scale=1.0):
 
 def hooked(name, dtype, device, scale=1.0):
     """The model on a device, and the same weights in float64 on the CPU."""
-    tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
+    tokenizer = toy_tokenizer(name if name in toy_names() else "toy:llama")
     exact = ma.load_model(
         plain(name, dtype, wide=True, scale=scale), tokenizer=tokenizer, verify=False
     )

@@ -9,7 +9,7 @@ import torch
 import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import ModelError, OptionError, PromptError
-from mechattn.model.checkpoint import load_tokenizer
+from mechattn.model.checkpoint import toy_tokenizer
 from mechattn.patching.answer_metrics import chosen_metric
 from tests.conftest import loaded_once
 from tests.model.unusual import unusual_model
@@ -132,7 +132,7 @@ def test_prompts_with_another_answer_use_logit_diff():
 
 def test_blocks_whose_outputs_are_multiplied():
     """Granite's blocks fire TransformerLens's hooks of their outputs for its own functions alone."""
-    tokenizer = load_tokenizer("toy:llama")
+    tokenizer = toy_tokenizer("toy:llama")
     plain, same = (
         tiny_model("Granite", len(tokenizer), residual_multiplier=0.22).double() for _ in range(2)
     )
