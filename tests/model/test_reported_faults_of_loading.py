@@ -219,6 +219,10 @@ def test_shards_without_their_index(tokenizer, tmp_path):
         ModelError, match=r"parts of the weights .* without model\.safetensors\.index"
     ):
         ma.load_model(str(tmp_path))
+    for shard in tmp_path.glob("model-*"):
+        shard.rename(tmp_path / f"pytorch_{shard.stem}.bin")
+    with pytest.raises(ModelError, match=r"without pytorch_model\.bin\.index"):
+        ma.load_model(str(tmp_path))
 
 
 # A tokenizer other than that of tokenizer.json.

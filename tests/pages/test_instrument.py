@@ -182,9 +182,9 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
 
 
 def test_what_is_shown_first_is_what_was_asked_for(slash_result, tmp_path):
-    named = slash_result.page(tmp_path / "named.html", layer=2, heads=[5, 1])
+    named = slash_result.page(tmp_path / "named.html", heads=["L2H5", 1])
     assert data_of(named)["models"][0]["start"] == [2, 5]
-    assert HeadChoice(heads=[5]).named_head(slash_result.sel(layer=[3])) == (3, 5)
+    assert HeadChoice(heads=5).named_head(slash_result.sel(layer=[3])) == (3, 5)
     assert HeadChoice(1, ["L1H2"]).named_head(slash_result) == (1, 2)
     with pytest.raises(OptionError, match="heads holds 'abc'"):
         HeadChoice(heads=["abc"]).named_head(slash_result)

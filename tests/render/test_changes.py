@@ -30,7 +30,7 @@ def lines(figure):
 
 def test_received_by_model(measured):
     figure = ma.render.received_by_model(
-        [measured, measured], layer=1, heads=[0, 3], null="uniform"
+        [measured, measured], layer=1, heads=["L1H0", 3], null="uniform"
     )
     shown = lines(figure)
     # One line for what is the same under both.

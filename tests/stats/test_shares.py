@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mechattn.errors import OptionError
 from mechattn.stats.accuracy import share_difference, share_interval
 from mechattn.stats.intervals import ratio_interval, shrunken, t_interval, wilson_interval
 
@@ -33,7 +34,8 @@ def test_single_answers_have_wilsons_interval():
     for right in (0, 3, 20):
         made = share_interval(np.repeat([1.0, 0.0], [right, 20 - right]))
         assert (made.low, made.high) == pytest.approx(wilson_interval(right, 20))
-    assert 0.8 < share_interval(np.ones(20)).low < 0.9
+    with pytest.raises(OptionError, match="give shares, between 0 and 1"):
+        share_interval(np.array([0.5, 1.5]))
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.98, 0.9), (0.5, 0.6)])
