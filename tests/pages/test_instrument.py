@@ -110,13 +110,13 @@ def test_curves_are_those_of_the_figure(slash_result):
     found = at_positions(data, "received_by_origin", cell, prompts)
     mean = unpacked(held["mean"])[1, layer, head]
     half = unpacked(held["relative_half_width"])[1, layer, head]
-    assert np.flatnonzero(np.isfinite(mean)).tolist() == found.at.tolist()
-    mean = mean[found.at]
-    half = half[found.at]
+    assert np.flatnonzero(np.isfinite(mean)).tolist() == found.positions.tolist()
+    mean = mean[found.positions]
+    half = half[found.positions]
     assert_allclose(mean, found.mean, rtol=1e-6)
     assert_allclose(mean * (1 + half), found.high, rtol=1e-6)
     assert_allclose(mean * (1 - half), found.low, rtol=1e-5, atol=1e-8)
-    assert unpacked(held["n"])[1, layer, found.at].tolist() == found.n.tolist()
+    assert unpacked(held["n"])[1, layer, found.positions].tolist() == found.n.tolist()
     null = unpacked(held["null"])[1, layer]
     expected = data.received_uniform_by_origin.sel(condition="slash", layer=layer).values
     assert_allclose(null, expected[: len(null)], rtol=1e-6)
