@@ -11,11 +11,11 @@ from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.commands.from_config import build_conditions
 from mechattn.commands.run_config import (
+    checked_figures,
     checked_prompts,
     head_choice,
     locations_of,
     output_of,
-    page_figures,
 )
 from mechattn.engine.run import run
 from mechattn.errors import plain, say
@@ -76,7 +76,7 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     for location in locations.values():
         check_result_location(location)
     prompts = checked_prompts(
-        config, tokenizer_named, page_figures(config, output), chooses_heads=True
+        config, tokenizer_named, checked_figures(config, output), chooses_heads=True
     )
 
     measurements = []

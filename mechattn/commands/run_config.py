@@ -95,7 +95,7 @@ def run_from_config(
     chosen_shard = parse_shard(shard)
     chosen_executor = executor_for(config.executor, config.address, config.workers)
     output = output_of(config)
-    figures = page_figures(config, output)
+    figures = checked_figures(config, output)
 
     # Everything is checked that can be, before the first model is loaded.
     check_location = check_result_location if fresh else check_result_or_location
@@ -106,7 +106,7 @@ def run_from_config(
     if output.page is not None:
         check_page_place(output.page, force)
     read_tokenizer = cache(tokenizer_named)  # each is read once
-    chooses_heads = any(_chooses_heads(figure) for figure in figures)
+    chooses_heads = page_chooses_heads(config, output)
     prompts = checked_prompts(config, read_tokenizer, figures, chooses_heads)
     # Heads are chosen on one half of the prompts and shown on the other.
     keep: Literal["prompts", "moments"] = "prompts" if chooses_heads else "moments"
@@ -144,10 +144,9 @@ def run_from_config(
 
     if output.page is None or chosen_shard != WHOLE:
         return written
-    if config.figures is None:
-        # The figure of the first condition leads every page, so it is not drawn again.
-        figures = figures[1:]
-    drawings = [(DRAW_FUNCTIONS[figure.kind], figure.options) for figure in figures]
+    drawings = []
+    for figure in further_figures(config, output):
+        drawings.append((DRAW_FUNCTIONS[figure.kind], figure.options))
     choice = head_choice(output)
     page = results_page(results, output.page, drawings, command, force=force, choice=choice)
     return [*written, page]
@@ -184,7 +183,7 @@ def checked_prompts(
     Args:
         config: The config.
         read_tokenizer: Reads the tokenizer of a model.
-        figures: The figures of its page.
+        figures: The figures that are checked; none without a page.
         chooses_heads: Whether the data choose the heads that are shown.
 
     Returns:
@@ -291,14 +290,33 @@ def without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def page_figures(config: Config, output: OutputSection) -> list[FigureSection]:
-    """The figures of the page: [[figures]], or received attention under each condition. Without a
-    page there are none."""
+def checked_figures(config: Config, output: OutputSection) -> list[FigureSection]:
+    """The figures whose layers and heads are checked before the run: [[figures]], and received
+    attention as [output] asks for it, which leads every page. Without a page there are none."""
     if output.page is None:
         return []
+    return [*received_figures(config, output), *(config.figures or [])]
+
+
+def further_figures(config: Config, output: OutputSection) -> list[FigureSection]:
+    """The figures after those that lead the page: [[figures]], or received attention under each
+    condition but the first, whose figure leads every page."""
     if config.figures is not None:
         return config.figures
+    return received_figures(config, output)[1:]
 
+
+def page_chooses_heads(config: Config, output: OutputSection) -> bool:
+    """Whether the data choose the heads of [[figures]] or, without them, of received attention."""
+    if output.page is None:
+        return False
+    if config.figures is None:
+        return output.heads is None
+    return any(_chooses_heads(figure) for figure in config.figures)
+
+
+def received_figures(config: Config, output: OutputSection) -> list[FigureSection]:
+    """Received attention under each condition, with the layer and heads of [output]."""
     layer = output.layer
     if layer is None:
         measured_layers = config.layers or [0]
@@ -349,7 +367,7 @@ def read_config(path: str | Path) -> Config:
         conditions = build_conditions(config.conditions)
         build_analyses(config.analyses)
         _check_figures(config, list(conditions))
-        file_names(config.models)
+        file_names(config.models)  # refuses two models with one file name
     except RecursionError:
         raise OptionError(f"{path} is nested too deeply") from None
     except OptionError as error:
@@ -407,15 +425,16 @@ def _check_figures(config: Config, conditions: list[str]) -> None:
     """Check that each figure is known, that its options are valid, and that the config has the
     condition and analysis that it shows."""
     analyses = {section.kind for section in config.analyses}
+    known_conditions = [BASELINE, *conditions]
     for index, figure in enumerate(config.figures or []):
         where = f"figures[{index}]"
         options = shown_options(figure, where)
         shown_conditions = [options.get("condition"), *(options.get("conditions") or [])]
         for name in shown_conditions:
-            if name and name not in (*conditions, BASELINE):
+            if name and name not in known_conditions:
                 raise OptionError(
                     f"{where}: there is no condition {name!r}; the conditions are "
-                    f"{', '.join(conditions)}"
+                    f"{', '.join(known_conditions)}"
                 )
 
         needed = _analyses_for(figure, options, where)

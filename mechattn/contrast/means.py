@@ -86,7 +86,7 @@ class Positions(NamedTuple):
     [position].
     """
 
-    at: np.ndarray  # the positions, from 0
+    positions: np.ndarray  # from 0
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
@@ -98,13 +98,12 @@ def at_positions(
 ) -> Positions:
     """A quantity at each position that enough prompts have, as means over prompts.
 
-    Enough is at least half of the prompts and at least 10, or all of them if there are fewer than
-    10.
+    See :func:`at_shared_positions`.
 
     Args:
         dataset: An analysis's dataset with the quantity, its count and its variance.
         quantity: The quantity, such as "received".
-        place: The condition, layer and head; empty if the dataset is already that of one head.
+        place: The condition, layer and head.
         prompts: The indices of the prompts that count. Unless these are all prompts, the values of
             each prompt must be stored.
     """
@@ -118,12 +117,24 @@ def at_positions(
             head_dataset[quantity].values,
             head_dataset[f"{quantity}_variance"].values,
         )
+    return at_shared_positions(moments, len(prompts))
 
-    fewest = max(min(10, len(prompts)), len(prompts) / 2)
+
+def at_shared_positions(moments: Moments, prompt_count: int) -> Positions:
+    """The means over prompts at each position that enough prompts have.
+
+    Enough is at least half of the prompts and at least 10, or all of them if there are fewer than
+    10.
+
+    Args:
+        moments: The moments over prompts of the values at each position [position].
+        prompt_count: The number of prompts, including those that lack a position.
+    """
+    fewest = max(min(10, prompt_count), prompt_count / 2)
     positions = np.flatnonzero(moments.n >= fewest)
     mean, low, high = moments.interval()
     return Positions(
-        at=positions,
+        positions=positions,
         mean=mean[positions],
         low=low[positions],
         high=high[positions],

@@ -214,7 +214,8 @@ class FirstToken:
             heads.
         attention: The attention to the token in the condition, as a mean over layers and heads.
         new_first_attention: The attention to the token that comes first in the condition, as a mean
-            over layers and heads; NaN if it is not stored, or if no counted query sees that token.
+            over layers and heads. It is NaN if it is not stored (if prompts have groups, for each
+            prompt), or if no counted query sees that token.
         sink_heads: The number of heads that have their sink at the token in the baseline.
         lost_heads: The number of these heads that have lost it in the condition.
         heads: The number of heads in all layers.
@@ -272,16 +273,12 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
     # The token that comes first in the condition.
     sequences = result["sequences"]
     first_origins = sequences.origin.sel(condition=condition).isel(pos=0)
-    new_first_attention = np.nan
-    if "received" in dataset:
-        received = dataset.received.sel(condition=condition)
-        new_first_attention = float(received.isel(key=0).mean())
     return FirstToken(
         text=_first_text(sequences, BASELINE),
         new_first_text=_first_text(sequences, condition),
         baseline_attention=float(np.nanmean(baseline_means)),
         attention=float(np.nanmean(condition_means)),
-        new_first_attention=new_first_attention,
+        new_first_attention=_new_first_attention(result, condition),
         sink_heads=int(has_sink.sum()),
         lost_heads=int(has_lost_sink.sum()),
         heads=has_sink.size,
@@ -329,6 +326,21 @@ def _head_means(result: Result, masses: xr.DataArray) -> np.ndarray:
         unit_values = units.means(block.transpose("prompt", "layer", "head").values)
         means.append(Moments.of(unit_values).known_mean)
     return np.concatenate(means)
+
+
+def _new_first_attention(result: Result, condition: str) -> float:
+    """The attention to the token that comes first in a condition, as a mean over prompts or groups,
+    then over layers and heads; NaN if it is not stored."""
+    dataset = result["received_attention"]
+    has_groups = units_of(result).kind == "groups"
+    if not has_groups and "received" in dataset:  # the stored mean is over prompts
+        received = dataset.received.sel(condition=condition)
+        return float(received.isel(key=0).mean())
+    if has_groups and "received_per_prompt" in dataset:
+        received = dataset.received_per_prompt.sel(condition=condition)
+        head_means = _head_means(result, received.isel(key=0))
+        return float(Moments.of(head_means.ravel()).known_mean)
+    return np.nan
 
 
 def _first_text(sequences: xr.Dataset, condition: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from jaxtyping import Float
@@ -40,8 +41,8 @@ class AttentionScores:
         sinks: The score of each head's learned sink; none by default.
 
     Raises:
-        OptionError: The window is not a whole number above 0, or the soft cap is not a finite
-            number above 0.
+        OptionError: The window is not a whole number above 0, the soft cap is not a finite number
+            above 0, or the scale is not a finite number.
     """
 
     scale: float | None = None
@@ -53,8 +54,10 @@ class AttentionScores:
     def __post_init__(self) -> None:
         if self.window is not None:
             check_counts(window=self.window)
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
+        if self.softcap is not None and not (_is_finite(self.softcap) and self.softcap > 0):
             raise OptionError(f"softcap={self.softcap!r}: give a finite bound above 0, or None")
+        if self.scale is not None and not _is_finite(self.scale):
+            raise OptionError(f"scale={self.scale!r}: give a finite number, or None")
 
     def attention(self, q: Vectors, k: Keys, v: Values) -> Attention:
         """Return the inputs of the row kernel for these queries, keys and values.
@@ -183,6 +186,11 @@ def measure(
     return statistics
 
 
+def _is_finite(number: object) -> bool:
+    """Whether this is a number other than NaN and infinity."""
+    return isinstance(number, Real) and math.isfinite(number)
+
+
 def _check_vectors(q: Vectors, k: Keys, v: Values | None) -> None:
     """Refuse queries, keys and values that are not float tensors with shapes that fit together."""
     vectors = [q, k]
@@ -244,10 +252,14 @@ def _check_shape(name: str, tensor: Tensor | None, **sizes: int) -> None:
 def _real_positions(lengths: Sequence[int], q: Vectors) -> Marked:
     """Which positions of the queries hold a token rather than padding."""
     batch, _, longest, _ = q.shape
-    counts = torch.as_tensor(lengths, device=q.device)
+    error = OptionError(f"lengths={lengths!r}: give {batch} whole numbers from 1 to {longest}")
+    try:
+        counts = torch.as_tensor(lengths, device=q.device)
+    except (TypeError, ValueError, RuntimeError):  # such as lists of different lengths
+        raise error from None
     is_whole = not counts.is_floating_point() and counts.dtype != torch.bool
     if not is_whole or counts.shape != (batch,) or (counts < 1).any() or (counts > longest).any():
-        raise OptionError(f"lengths={lengths!r}: give {batch} whole numbers from 1 to {longest}")
+        raise error
     return torch.arange(longest, device=q.device) < counts[:, None]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -157,15 +157,11 @@ class AffineAttention(_AffineMap):
                 f"shift has the shape {tuple(shift_shape)}; give a number, or [head d_head] of"
                 f" {heads} heads"
             )
-        # The width of z is that of W_O by head, which a model of transformers does not have, and
-        # which some hooked models do not show.
-        if hasattr(model, "hook_dict"):
-            with suppress(ModelError):
-                d_head = output_weights(model, self.layer_numbers[0]).shape[1]
-                if shift_shape[1] not in (1, d_head):
-                    raise OptionError(
-                        f"shift has {shift_shape[1]} numbers per head; give d_head = {d_head}, or 1"
-                    )
+        d_head = _known_width(model, self.layer_numbers[0])
+        if d_head is not None and shift_shape[1] not in (1, d_head):
+            raise OptionError(
+                f"shift has {shift_shape[1]} numbers per head; give d_head = {d_head}, or 1"
+            )
 
     def _map(self, layer: int, prompt: str, positions: Positions) -> TokenMap:
         scale = torch.as_tensor(self.scale)[..., None]
@@ -420,6 +416,17 @@ class KVPatch:
         return f"KVPatch({self.segment!r}, from_={self.from_!r}, layers={self.layer_numbers})"
 
     on = on  # its first pass is refused, since tokens have no segments outside a run
+
+
+def _known_width(model: Any, layer: int) -> int | None:
+    """The width of z, which is that of W_O by head; None if the model does not show W_O by head, as
+    a model of transformers and some hooked models do not."""
+    if not hasattr(model, "hook_dict"):
+        return None
+    try:
+        return output_weights(model, layer).shape[1]
+    except ModelError:
+        return None
 
 
 def _check_recorded_prompts(

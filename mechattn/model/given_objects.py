@@ -3,6 +3,7 @@ their text model if they are multimodal."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -39,11 +40,17 @@ def unwrapped_model(model: Any) -> Any:
             "model.merge_and_unload()"
         )
 
-    if not hasattr(model, "config"):
-        raise ModelError(f"a {type(model).__name__} is not a transformers model: it has no config")
+    from transformers import PretrainedConfig
+
+    if not isinstance(getattr(model, "config", None), PretrainedConfig):
+        raise ModelError(
+            f"a {type(model).__name__} is not a transformers model: it has no configuration of"
+            " transformers"
+        )
     refuse_other_kinds(type(model).__name__, model.config)
     for module in model.modules():
-        # Set by model.compile(): it would compile our hooks as well.
+        # Set by model.compile(): it would compile our hooks as well. torch.nn.Module (module.py) has
+        # no public way to undo that; None is its own value before compile().
         module._compiled_call_impl = None
     return model
 
@@ -78,14 +85,16 @@ def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
     """
     computed_buffers = []
     for module in hf_model.modules():
+        # torch.nn.Module (module.py) has no public way to ask which buffers were registered with
+        # persistent=False.
         for name in module._non_persistent_buffers_set:
-            buffer = module._buffers[name]
+            buffer = getattr(module, name)
             if buffer is not None:
                 computed_buffers.append((module, name, buffer))
 
     hf_model = hf_model.to(device=device, dtype=dtype)
     for module, name, buffer in computed_buffers:
-        module._buffers[name] = buffer.to(device=device)
+        setattr(module, name, buffer.to(device=device))
     return hf_model
 
 
@@ -186,7 +195,9 @@ def _text_model(model: Any, text_class: Any) -> Any:
     """
     from accelerate import init_empty_weights
 
-    config = model.config.text_config
+    config = deepcopy(model.config.text_config)
+    # Where from_pretrained (PreTrainedConfig of transformers) keeps the name of the checkpoint, which
+    # only the whole configuration has. ``booting`` reads it.
     config._name_or_path = getattr(model.config, "_name_or_path", "")
 
     with init_empty_weights(include_buffers=False):

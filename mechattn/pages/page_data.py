@@ -20,7 +20,7 @@ import xarray as xr
 
 from mechattn.axes import BASELINE, INSERTED, PADDING, SEGMENTS
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.means import at_positions, shares_by_position
+from mechattn.contrast.means import at_shared_positions, shares_by_position
 from mechattn.contrast.quantities import (
     has_dilution,
     head_quantities,
@@ -41,6 +41,7 @@ from mechattn.render.html_views import (
 )
 from mechattn.render.words import NULL_NAMES, band_words, quantity_words
 from mechattn.results.result import Result
+from mechattn.stats.intervals import Moments
 from mechattn.stats.units import RESAMPLES
 
 JsonObject = dict[str, Any]
@@ -125,8 +126,9 @@ def shown_model_data(model: ShownModel) -> JsonObject:
     quantities = []
     without_values = {}
     with warnings.catch_warnings():
-        # Comparisons warn of heads that are left out, which are empty on the map.
-        warnings.simplefilter("ignore")
+        # Comparisons warn of heads that are left out, which are empty on the map. ``errors.warn``
+        # gives a UserWarning; warnings of other packages are shown.
+        warnings.simplefilter("ignore", UserWarning)
         for name in quantity_names:
             quantity = head_values(result, name, layers, heads)
             if quantity["values"]:
@@ -291,6 +293,7 @@ def head_patterns(result: Result) -> JsonObject:
     maps = maps.transpose("prompt", "condition", "layer", "head", "query", "target")
     inserted = (result["sequences"].origin == INSERTED).sum("pos")
 
+    heads = maps.sizes["layer"] * maps.sizes["head"]
     numbers_left = MOST_PATTERN_NUMBERS
     prompts: list[JsonObject] = []
     for prompt_index in range(min(MOST_PROMPTS, maps.sizes["prompt"])):
@@ -300,10 +303,10 @@ def head_patterns(result: Result) -> JsonObject:
         for condition in result.conditions:
             tokens = prompt_tokens(result, condition, prompt_index)
             queries, keys = np.tril_indices(len(tokens))
-            lower_triangle = of_prompt.sel(condition=condition).values[..., queries, keys]
-            numbers_left -= lower_triangle.size
+            numbers_left -= heads * len(queries)
             if numbers_left < 0:
                 break
+            lower_triangle = of_prompt.sel(condition=condition).values[..., queries, keys]
             patterns[condition] = {
                 "tokens": [visible(token) for token in tokens],
                 "inserted": int(inserted_counts.sel(condition=condition)),
@@ -311,6 +314,8 @@ def head_patterns(result: Result) -> JsonObject:
             }
         if patterns:
             prompts.append(patterns)
+        if numbers_left < 0:
+            break
 
     if not prompts:
         return {"missing": MISSING["large"]}
@@ -366,8 +371,10 @@ def _by_layer_and_head(
 
     None if the column is empty.
     """
+    # Result.sel(layer=[1, 0]) keeps this order, so layers need not be sorted.
+    row_of_layer = {layer: row for row, layer in enumerate(layers)}
     values = np.full((len(layers), heads), np.nan)
-    values[np.searchsorted(layers, table.layer), table["head"]] = table[column]
+    values[table.layer.map(row_of_layer), table["head"]] = table[column]
     if np.isnan(values).all():
         return None
     return packed(values)
@@ -386,20 +393,23 @@ def _means(
         quantity: The quantity, such as "received".
         dims: The dimensions of the quantity, the position last.
     """
-    prompt_numbers = np.arange(dataset.sizes["prompt"])
-    moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
-    # One call of at_positions for all heads: their positions are put into one dimension. It reads
-    # the number of prompts from the dataset, which is not a dimension of moments.
-    stacked = moments.stack(cell=dims, create_index=False).assign_coords(prompt=prompt_numbers)
-    statistics = at_positions(stacked, quantity, {}, prompt_numbers)
+    # The positions of all heads are put into one dimension.
+    stored = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
+    stacked = stored.stack(cell=dims, create_index=False)
+    moments = Moments.from_statistics(
+        stacked[f"{quantity}_n"].values,
+        stacked[quantity].values,
+        stacked[f"{quantity}_variance"].values,
+    )
+    statistics = at_shared_positions(moments, dataset.sizes["prompt"])
     with np.errstate(invalid="ignore", divide="ignore"):
         relative_half_width = statistics.high / statistics.mean - 1
 
     shape = [dataset.sizes[dim] for dim in dims]
     means = np.full(shape, np.nan)
-    means.flat[statistics.at] = statistics.mean
+    means.flat[statistics.positions] = statistics.mean
     half_widths = np.full(shape, np.nan)
-    half_widths.flat[statistics.at] = np.where(statistics.mean > 0, relative_half_width, 0.0)
+    half_widths.flat[statistics.positions] = np.where(statistics.mean > 0, relative_half_width, 0.0)
     return means, half_widths
 
 

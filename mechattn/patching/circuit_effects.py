@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import reduce
+from typing import Literal
 
 import numpy as np
 import torch
@@ -108,16 +109,13 @@ class CircuitMeasurement:
         all_pairs = [*ranking_pairs, *self.reporting_request.pairs]
         have_one_length = len({len(pair.base) for pair in all_pairs}) == 1
 
-        written_sum: Any = 0.0
-        for pair in ranking_pairs:
-            written = self._written(pair)
-            if not have_one_length:
-                written = written.sum(1, keepdim=True)
-            written_sum = written_sum + written
-
+        written_by_pair = (self._written(pair) for pair in ranking_pairs)  # one at a time
         if have_one_length:
-            return written_sum / len(ranking_pairs)
-        return written_sum / sum(len(pair.base) for pair in ranking_pairs)
+            return reduce(torch.add, written_by_pair) / len(ranking_pairs)
+
+        sums_over_tokens = (written.sum(1, keepdim=True) for written in written_by_pair)
+        token_count = sum(len(pair.base) for pair in ranking_pairs)
+        return reduce(torch.add, sums_over_tokens) / token_count
 
     def _written(self, pair: Pair) -> Written:
         """What each writer writes in a pair's clean run."""

@@ -422,7 +422,7 @@ def _draw_line(
     interval = draw.within(Interval(means.mean, means.low, means.high), "probability")
     draw.line_and_band(
         figure,
-        means.at,
+        means.positions,
         interval,
         line.label,
         line.colour,
@@ -462,7 +462,7 @@ def _null_lines(
                 panel.prompts,
             )
         label = f"{null_kind}, {line.label}"
-        null_lines.append(_NullLine(means.at, values[means.at], label, line.colour))
+        null_lines.append(_NullLine(means.positions, values[means.positions], label, line.colour))
 
     if null_kind == "uniform" and len(null_lines) == 2:
         first, second = null_lines
@@ -490,7 +490,7 @@ def _cut_first_token(
     for means in means_of_lines:
         # With fewer than three prompts a mean has no interval.
         upper = np.where(np.isfinite(means.high), means.high, means.mean)
-        largest = max(largest, upper[means.at > 0].max(initial=0.0))
+        largest = max(largest, upper[means.positions > 0].max(initial=0.0))
     if largest <= 0:
         return
     axis_end = 1.08 * largest  # leaves a margin above the lines
@@ -499,7 +499,7 @@ def _cut_first_token(
     text_lines = ["↑ first token:"]
     for means, line in zip(means_of_lines, lines, strict=True):
         # One number, or none if too few prompts have the token.
-        for value in means.mean[means.at == 0]:
+        for value in means.mean[means.positions == 0]:
             if value > axis_end:
                 text_lines.append(f"{value:.2g} {line.label}")
 

@@ -43,7 +43,7 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
 
     Returns:
         Estimates of each cell, in the unit of ``d``. If nothing varies in a cell, its intervals
-        have no width, and p is 1 for a mean of 0 and otherwise 0.
+        have no width, and p is 1 for a mean of 0 and otherwise 0. A cell with NaN in ``d`` has NaN.
 
     Source: Clark 1973 (the language-as-fixed-effect fallacy); Satterthwaite 1946.
     """
@@ -83,7 +83,7 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
         mean=mean,
         low=mean - half_width,
         high=mean + half_width,
-        p=np.where(variance > 0, p, p_without_variance),
+        p=np.where(variance == 0, p_without_variance, p),
         condition_sd=np.sqrt(condition_variance),
         unit_sd=np.sqrt(unit_variance),
         rest_sd=np.sqrt(rest_squares),
@@ -113,8 +113,9 @@ def against_draws(
 
     ``z = |value − mean| / s`` with the mean and the standard deviation s over the heads of the
     layer in all draws, and ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``. The
-    prediction interval is ``mean ± s · z`` with the smallest z that a share ``level`` of random
-    heads does not exceed.
+    prediction interval is ``mean ± s · z`` with the z of rank ``⌈level · (random heads + 1)⌉``
+    among random heads, from the smallest (the rank of split conformal prediction). It is infinite
+    if there are fewer random heads than this rank: below 19 at a level of 0.95.
 
     The z of a random head uses the mean and s of the other draws, so that it includes the variation
     between draws. The random heads of all layers are ranked together.
@@ -159,7 +160,6 @@ def against_draws(
     further_count = compared - np.searchsorted(random_z, z * (1 - 1e-12))
     p = np.where(np.isfinite(z), (1 + further_count) / (1 + compared), np.nan)
 
-    # The interval holds a share ``level`` of random heads; with too few of them it is infinite.
     rank = int(np.ceil(level * (compared + 1) - 1e-9))  # 0.95 · 20 may be just above 19
     furthest_z = np.inf
     if rank <= compared:

@@ -198,15 +198,19 @@ def _locked_folder(path: Path) -> tuple[Path, FileLock]:
     """A new temporary folder of this file or folder, and its lock.
 
     The lock is acquired unless the file system has no locks. Until then a sweep by another process
-    may treat the folder as abandoned and delete it. If that happens, another folder is made.
+    may treat the folder as abandoned, lock it and delete it. If that happens, another folder is
+    made.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
         lock = FileLock(folder / LOCK, timeout=0)
-        with suppress(Timeout, FileNotFoundError):
-            with suppress(NotImplementedError):
-                lock.acquire()
-            return folder, lock
+        try:
+            lock.acquire()
+        except NotImplementedError:
+            pass  # the file system has no locks
+        except (Timeout, FileNotFoundError):
+            continue  # a sweep deletes the folder
+        return folder, lock
 
 
 def _prefix(path: Path) -> str:

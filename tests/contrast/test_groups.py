@@ -11,9 +11,10 @@ from pandas.testing import assert_frame_equal
 
 import mechattn as ma
 from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.question import first_token
 from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.prompt import as_prompts
-from mechattn.results.result import Result
+from mechattn.results.result import Result, part_of
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
 from tests.conftest import run_part
@@ -97,14 +98,18 @@ def test_verdicts_heads_agreement_and_changes_are_of_groups(result):
         values = focus.sel(layer=row.layer, head=row.head).values.astype(float)
         got = [row.entropy, row.low, row.high]
         assert_allclose(got, t_interval(by_group(values)), rtol=1e-9)
+    part = part_of(result, "prompt", slice(8))
+    received = part["received_attention"].received_per_prompt.sel(condition="slash", key=0).values
+    attention = first_token(part, "slash").new_first_attention
+    assert_allclose(attention, by_group(received).mean(), rtol=1e-6)
+    assert not np.isclose(attention, received.mean()), "negative control"
     assert (heads.attrs["unit"], set(heads.n)) == ("groups (6 of 18 prompts)", {6})
     alike = result.agreement("slash", "dots")
     assert set(alike.n) == {6}
-    assert alike.attrs["unit"] == "groups (6 of 18 prompts)"
     assert set(result.agreement("slash", "dots", unit="prompt").n) == {18}
 
 
-def test_halves_never_share_a_group(result):
+def test_halves_never_share_a_group(result, ungrouped):
     half = result.heads("entropy", select="half")
     assert set(half.n) == {3}
     with pytest.raises(
@@ -113,8 +118,6 @@ def test_halves_never_share_a_group(result):
         result.compare("slash", select="half", columns="all")
     title = ma.render.received_attention(result, 0, top=2).layout.title.text
     assert "pointwise 95 % bands, which treat prompts as independent" in title
-    sequences = {"sequences": result["sequences"].drop_vars("group")}
-    ungrouped = replace(result, datasets=result.datasets | sequences)
     figure = ma.render.received_by_model([ungrouped, result], 0, 0, ("slash", "dots"))
     assert "prompts as independent" in figure.layout.title.text.replace("<br>", " ")
 

@@ -16,12 +16,9 @@ Q = torch.zeros(2, 4, 5, 8)
         ({"v": Q[:, :2]}, "the number of heads of k and v may be a divisor"),
         ({"lengths": [5, 6]}, "give 2 whole numbers from 1 to 5"),
         ({"lengths": [2.5, 3]}, "give 2 whole numbers"),
+        ({"lengths": [[1], [2, 3]]}, "give 2 whole numbers"),
         ({"q": Q[0], "k": Q[0]}, r"the shapes .*give float tensors \[batch, head"),
         ({"counted": torch.ones(2, 5)}, "counted has the dtype torch.float32: give a boolean"),
-        (
-            {"counted": torch.ones(2, 4, dtype=bool)},
-            r"counted has the shape \[2, 4\]: give .* \[2, 5\]",
-        ),
         (
             {"segments": {"first": torch.ones(5, dtype=bool)}},
             r"first has the shape \[5\]: give a tensor \[batch",
@@ -39,7 +36,9 @@ def test_shapes(changed, message):
         ma.measure(**arguments)
 
 
-@pytest.mark.parametrize("option", [{"window": 0}, {"softcap": -1.0}])
+@pytest.mark.parametrize(
+    "option", [{"window": 0}, {"softcap": -1.0}, {"softcap": "30"}, {"scale": 1e999}]
+)
 def test_bounds_of_scores(option):
     with pytest.raises(OptionError, match="give a"):
         ma.AttentionScores(**option)

@@ -182,6 +182,13 @@ def test_adapters_are_to_be_merged(tokenizer):
         bridge_of(given)
 
 
+def test_a_model_of_another_library_is_refused():
+    given = torch.nn.Linear(1, 1)
+    given.config = ma.Prompt("of a dataclass")
+    with pytest.raises(ModelError, match="no configuration of transformers"):
+        bridge_of(given)
+
+
 def test_the_hooks_of_a_refused_model_are_named(tokenizer):
     given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
     given.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, i, out: out * 2)

@@ -1,9 +1,5 @@
 """What a page holds is what the result says: heads by compare and heads, positions by the dataset."""
 
-import base64
-import gzip
-import json
-
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
@@ -19,7 +15,7 @@ from mechattn.pages.page_data import (
     head_quantities,
     head_texts,
     head_values,
-    page_json,
+    shown_model_data,
 )
 from mechattn.pages.sections import HeadChoice
 from tests.pages.read import data_of, unpacked
@@ -51,37 +47,40 @@ def ends(middle, half, low, high):
     assert_allclose(middle + half, high, rtol=1e-5, atol=1e-6 * scale)
 
 
+@pytest.mark.parametrize("layers", [[1, 3], [3, 1]])
 @pytest.mark.filterwarnings("ignore:.*left out")
-def test_each_quantity_is_what_compare_and_heads_give(focused):
+def test_each_quantity_is_what_compare_and_heads_give(focused, layers):
+    focused = focused.sel(layer=layers)
     names = head_quantities(focused)
     assert names[0] == "received"
     compared = set()
     for name in names:
-        held = head_values(focused, name, [1, 3], 8)
+        held = head_values(focused, name, layers, 8)
         for condition, found in held["values"].items():
             table = focused.heads(name, None, condition=condition)
             for column, of in {"mean": name, "null": "uniform"}.items():
-                assert_allclose(held_square(found[column]), square(table, of, [1, 3]), rtol=1e-6)
+                assert_allclose(held_square(found[column]), square(table, of, layers), rtol=1e-6)
             ends(
                 found["mean"],
                 found["half"],
-                square(table, "low", [1, 3]),
-                square(table, "high", [1, 3]),
+                square(table, "low", layers),
+                square(table, "high", layers),
             )
         for condition, found in held["changes"].items():
             table = focused.compare(condition, quantity=name, columns="all")
             nulls = {"received": "dilution", "mass": "dilution"}
             assert found["null_name"] == nulls.get(name, "uniform attention")
-            margin = 0.05 if "change" in table else 0.005
-            size = table["change" if "change" in table else "difference"].abs()
-            table["marked"] = ((size > margin) & (table.q_difference < 0.05)).astype(float)
+            effect, margin = ("change", 0.05) if "change" in table else ("difference", 0.005)
+            table["marked"] = ((table[effect].abs() > margin) & (table.q_difference < 0.05)).astype(
+                float
+            )
             assert found["margin"] == margin
             for column in ("difference", "null", "beyond", "q_difference", "q_beyond", "marked"):
                 assert_allclose(
-                    held_square(found[column]), square(table, column, [1, 3]), rtol=1e-6
+                    held_square(found[column]), square(table, column, layers), rtol=1e-6
                 )
             for middle, of in (("difference", ""), ("beyond", "beyond_")):
-                low, high = (square(table, f"{middle}_{end}", [1, 3]) for end in ("low", "high"))
+                low, high = (square(table, f"{middle}_{end}", layers) for end in ("low", "high"))
                 ends(found[middle], found[f"{of}half"], low, high)
             assert found["known"] == bool(table.null.notna().any())
             compared.add((found["null_name"], found["known"], margin))
@@ -92,9 +91,7 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
 
 def test_what_cannot_be_compared_says_why(toy, prompts):
     result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
-    model = json.loads(gzip.decompress(base64.b64decode(page_json([ShownModel(result)]))))[
-        "models"
-    ][0]
+    model = shown_model_data(ShownModel(result))
     assert model["quantities"] == []
     assert model["without_values"]["received"].startswith("there are 2 prompts; give at least 3")
 
@@ -110,13 +107,13 @@ def test_curves_are_those_of_the_figure(slash_result):
     found = at_positions(data, "received_by_origin", cell, prompts)
     mean = unpacked(held["mean"])[1, layer, head]
     half = unpacked(held["relative_half_width"])[1, layer, head]
-    assert np.flatnonzero(np.isfinite(mean)).tolist() == found.at.tolist()
-    mean = mean[found.at]
-    half = half[found.at]
+    assert np.flatnonzero(np.isfinite(mean)).tolist() == found.positions.tolist()
+    mean = mean[found.positions]
+    half = half[found.positions]
     assert_allclose(mean, found.mean, rtol=1e-6)
     assert_allclose(mean * (1 + half), found.high, rtol=1e-6)
     assert_allclose(mean * (1 - half), found.low, rtol=1e-5, atol=1e-8)
-    assert unpacked(held["n"])[1, layer, found.at].tolist() == found.n.tolist()
+    assert unpacked(held["n"])[1, layer, found.positions].tolist() == found.n.tolist()
     null = unpacked(held["null"])[1, layer]
     expected = data.received_uniform_by_origin.sel(condition="slash", layer=layer).values
     assert_allclose(null, expected[: len(null)], rtol=1e-6)
@@ -141,8 +138,7 @@ def test_what_is_inserted_has_numbers_of_its_own(slash_result):
 
 
 def test_tokens_at_other_places_in_each_prompt_have_none(toy, prompts):
-    conditions = {"random": ma.MeaninglessTokens(count=5, place="random")}
-    result = ma.run(toy, prompts[:4], conditions)
+    result = ma.run(toy, prompts[:4], {"random": ma.MeaninglessTokens(count=5, place="random")})
     assert head_curves(result)["inserted"] == {"random": None}
 
 
@@ -163,20 +159,22 @@ def test_the_text_of_the_first_prompt(slash_result, toy, prompts):
         slash_result["received_attention"].received_per_prompt.sel(condition="slash").values[0]
     )
     assert_allclose(unpacked(held["received"]["slash"]), expected[..., : len(tokens)], rtol=1e-6)
-    means = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})
-    assert "keep=" in head_texts(means)["missing"]
+    assert (
+        "keep="
+        in head_texts(ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()}))["missing"]
+    )
 
 
 def test_patterns_are_lower_triangles(toy, monkeypatch):
     result = ma.run(
         toy, ["Tom has 3 apples.", "Ann has 2 pears."], {}, [ma.analyses.AttentionMap()]
     )
-    held = head_patterns(result)
-    n = len(held["prompts"][1]["baseline"]["tokens"])
+    baseline = head_patterns(result)["prompts"][1]["baseline"]
+    n = len(baseline["tokens"])
     square = result["attention_map"].pattern.values[1, 0, :, :, :n, :n]
     queries, keys = np.tril_indices(n)
     expected = square[..., queries, keys]
-    assert_allclose(unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6)
+    assert_allclose(unpacked(baseline["rows"]) / 65535, expected, atol=8e-6)
     monkeypatch.setattr("mechattn.pages.page_data.MOST_PATTERN_NUMBERS", 10)
     assert "too large for a page" in head_patterns(result)["missing"]
 

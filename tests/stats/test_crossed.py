@@ -52,6 +52,5 @@ def test_intervals_cover_for_new_prompts_and_new_conditions():
 
 
 def test_no_variation():
-    made = crossed(np.full((5, 6, 2), 0.25))
-    assert_array_equal((made.low, made.high), 0.25)
-    assert_array_equal(made.p, 0.0)
+    made = crossed(np.full((5, 6, 2), [0.25, np.nan]))
+    assert_array_equal((made.low, made.high, made.p), [[0.25, np.nan]] * 2 + [[0.0, np.nan]])
