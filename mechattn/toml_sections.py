@@ -24,8 +24,10 @@ else:
 
 _LARGEST_FILE = 2**20  # bytes; a config takes a few kB, so a larger file is something else
 _LONGEST_VALUE = 40  # characters of a value that a message quotes
-# If a value may be of several types, pydantic adds one of them to the keys of an error.
-_TYPE_AFTER_KEYS = re.compile(r"int|str|list\[.*|json-or-python\[.*")
+# If a value may be of several types, pydantic adds one of them to the keys of an error: a simple
+# type after them, or that of a table or list before the keys within it.
+_SIMPLE_TYPE = re.compile(r"int|str")
+_TYPE_OF_ITEMS = re.compile(r"(dict|list|tuple|json-or-python)\[.*")
 _Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]  # the integers of TOML
 TemplateWord = Literal["auto", "plain", "chat", "joined"]
 
@@ -226,8 +228,10 @@ def validation_words(error: ValidationError, root: type[BaseModel], where: str =
     sentences = []
     for problem in error.errors():
         keys = [str(key) for key in problem["loc"]]
-        if keys and problem["type"] != "extra_forbidden" and _TYPE_AFTER_KEYS.fullmatch(keys[-1]):
-            keys.pop()
+        if keys and problem["type"] != "extra_forbidden":
+            if _SIMPLE_TYPE.fullmatch(keys[-1]):
+                keys.pop()
+            keys = [key for key in keys if not _TYPE_OF_ITEMS.fullmatch(key)]
         sentences.append(f"{where}{'.'.join(keys)}: {_problem_words(problem, root)}")
     return "; ".join(sentences)
 

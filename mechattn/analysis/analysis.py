@@ -315,13 +315,14 @@ class AnalysisBase:
 def calibrated_field(**default: Any) -> Any:
     """A dataclass field that ``calibrated`` fills in from the model.
 
-    It is left out of ``repr``, and so of the recorded options and of what a config may set. It does
-    not count when two analyses are compared.
+    It is left out of ``repr``, and so of the recorded options. Its metadata say that no config may
+    set it and that it is no part of an analysis's identity. It does not count when two analyses are
+    compared.
 
     Args:
         default: Either ``default`` or ``default_factory``, as for ``dataclasses.field``.
     """
-    return field(**default, repr=False, compare=False)
+    return field(**default, repr=False, compare=False, metadata={"calibrated": True})
 
 
 def zeros_of_rows(batch: Batch, *sizes: int) -> Float[Tensor, " batch *sizes"]:

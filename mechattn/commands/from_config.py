@@ -8,7 +8,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from inspect import signature
 from itertools import product
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -21,6 +22,7 @@ from mechattn.interventions.arm import ARM
 from mechattn.prompts import conditions as prompt_conditions
 from mechattn.prompts import fillers
 from mechattn.prompts.sweeps import sweep
+from mechattn.results.provenance import is_calibrated
 from mechattn.toml_sections import (
     AnalysisSection,
     ConditionSection,
@@ -173,8 +175,9 @@ def _variants(
         options["count"] = count
 
     condition_class = known_kind(CONDITIONS, section.kind, where)
+    known_options = _options_model(condition_class).model_fields
     counts = options.get("count")
-    if isinstance(counts, list) and "count" in _options_model(condition_class).model_fields:
+    if isinstance(counts, list) and "count" in known_options:
         # 0 tokens are the baseline, which is always run.
         options["count"] = [number for number in counts if number != 0]
         if not options["count"]:
@@ -182,10 +185,14 @@ def _variants(
                 f"{where}.count = {counts}: give at least one value, beside 0 (the baseline)"
             )
 
-    # An empty list is not swept, so that it is refused as a value.
-    value_lists = {
-        option: value for option, value in options.items() if isinstance(value, list) and value
-    }
+    value_lists = {}
+    for option, value in options.items():
+        if option in known_options and _may_be_sequence(known_options[option].annotation):
+            continue  # a list is a single value of this option, such as the versions of Counterpart
+        # An empty list is not swept, so that it is refused as a value.
+        if isinstance(value, list) and value:
+            value_lists[option] = value
+
     variants = []
     for values in product(*value_lists.values()):  # all are built, so that every value is checked
         variant_options = options | dict(zip(value_lists, values, strict=True))
@@ -242,6 +249,14 @@ def _build(
     return build_class(**given_options)
 
 
+def _may_be_sequence(annotation: Any) -> bool:
+    """Whether a type, or one of the types of a union, is a sequence such as ``tuple[int, ...]``."""
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        return any(map(_may_be_sequence, get_args(annotation)))
+    return isinstance(origin, type) and issubclass(origin, Sequence)
+
+
 @cache
 def _options_model(build: Callable) -> type[BaseModel]:
     """A pydantic model of the options of a class or figure, from its signature."""
@@ -255,11 +270,9 @@ def _options_model(build: Callable) -> type[BaseModel]:
             default = ...  # pydantic's mark of a required field
         options[name] = (hints[name], default)
 
-    # A field that repr leaves out (calibrated_field of an analysis) is filled in before a run, and
-    # is not an option.
     if is_dataclass(build):
         for field in fields(build):
-            if not field.repr:
+            if is_calibrated(field):  # filled in before a run, and so not an option
                 options.pop(field.name, None)
 
     config = ConfigDict(strict=True, arbitrary_types_allowed=True)

@@ -185,21 +185,23 @@ class PendingSums:
 
         row_count = len(self.batch.input_batch.rows)
         for name, value in sums.items():
+            if not isinstance(value, Tensor):
+                raise OptionError(
+                    f"{analysis.name}: the sum {name!r} is a {type(value).__name__}; give a tensor"
+                    f" whose first axis is that of the {row_count} sequences of the batch"
+                )
             if tuple(value.shape[:1]) != (row_count,):
                 raise OptionError(
                     f"{analysis.name}: the sum {name!r} has the shape {list(value.shape)}; its"
                     f" first axis must be that of the {row_count} sequences of the batch"
                 )
-            if value.is_floating_point():
+            if value.is_floating_point() and value.numel():
                 # NaN and infinity survive a maximum, which is six times as fast as isfinite of all.
                 largest_of_rows = value.reshape(row_count, -1).abs().amax(1)
                 self.finite_rows.append((analysis, layer, largest_of_rows.isfinite()))
 
         values = analysis.values(sums, self.batch.layer_batches[layer], window)
-
-        # An analysis has one way of computing values, so only those of its first layer are checked.
-        if not self.values[analysis_index]:
-            _check_values(analysis, values, self.batch.input_batch, self.batch.heads)
+        _check_values(analysis, values, self.batch.input_batch, self.batch.heads)
 
         # Values on a GPU are copied without waiting for it; checked_values waits for all of them.
         values_and_nulls = values | self.nulls.of(analysis_index, layer, window)

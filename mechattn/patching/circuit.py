@@ -66,7 +66,7 @@ class Circuit:
     graph: Graph
     curve: pd.DataFrame
     about: Mapping[str, Any]
-    _measurement: CircuitMeasurement = field(repr=False)
+    _measurement: CircuitMeasurement = field(repr=False, metadata={"in_identity": False})
 
     def beside(self, name: str, scores: Patching) -> Circuit:
         """Return a copy whose curve has one more column: the faithfulness of another ranking.

@@ -67,8 +67,9 @@ class Prompt:
     id: str = "0"
     solution: str | None = None
     tokens: tuple[int, ...] = ()
-    # Not in the repr, from which the hash of the prompts is made: no measurement depends on it.
-    group: str | None = field(default=None, repr=False)
+    # Neither in the repr, from which the hash of the prompts is made, nor in the identity of a
+    # prompt: no measurement depends on it.
+    group: str | None = field(default=None, repr=False, metadata={"in_identity": False})
     answer_tokens: tuple[int, ...] = ()
     counterpart: str | tuple[int, ...] = ""
     other_answer: str | tuple[int, ...] = ""

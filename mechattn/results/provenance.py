@@ -12,9 +12,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from functools import cache, partial
@@ -77,9 +77,9 @@ def versions() -> dict[str, str]:
 def name_of(path: str) -> str:
     """The part of the name of a model or file that may be published.
 
-    A name on the hub stays as it is. Of a path only the last part is left, since the rest may
-    reveal a user name (or the name on the hub, if the path is in its cache). An address loses its
-    passwords.
+    A name on the hub stays as it is. Of a path, and of any text with more than two parts between
+    slashes, only the last part is left, since the rest may reveal a user name (or the name on the
+    hub, if the path is in its cache). An address loses its passwords.
     """
     if "://" in path:
         return without_secrets(path)
@@ -94,8 +94,8 @@ def name_of(path: str) -> str:
     may_be_hub_name = len(names) < 2 or not os.path.exists(path)
     if not is_path and may_be_hub_name:
         return path
-    if not names or set(names[-1]) == {"."}:  # "/", "." or "..", which have a name once resolved
-        return Path(path).resolve().name
+    if not names or set(names[-1]) == {"."}:  # "/", "." or "..", which may be the root
+        return Path(path).resolve().name or path
     return names[-1]
 
 
@@ -121,8 +121,8 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
 
 
 def command_of(words: Sequence[str], paths: bool = False) -> str:
-    """The command line without passwords. Paths are reduced to file names, unless ``paths`` is
-    set."""
+    """The command line without passwords. Unless ``paths`` is set, every word that may be a path is
+    reduced as by :func:`name_of`; "1/2/3 apples" becomes "3 apples"."""
     command = ["mechattn"]
     for word in words:
         option, equals, value = word.partition("=")
@@ -233,7 +233,7 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
         comma = "," if len(value) == 1 else ""
         return f"({', '.join(map(inner, value))}{comma})"
     if hasattr(value, "__array__") and not isinstance(value, type):
-        return _array_identity(value)
+        return _array_identity(value, inner)
     if isinstance(value, partial):
         return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     if inspect.isfunction(value) or inspect.ismethod(value):
@@ -253,13 +253,19 @@ def kind_of(value: Any) -> str:
     return _name_and_source(class_of_value)
 
 
+def is_calibrated(option: Field[Any]) -> bool:
+    """Whether calibration fills in a field of an analysis, so that it is not an option."""
+    return "calibrated" in option.metadata
+
+
 def is_ours(definition: Any) -> bool:
     """Whether a class or function is defined in mechattn."""
     return str(getattr(definition, "__module__", "")).partition(".")[0] == "mechattn"
 
 
-def _array_identity(array: Any) -> str:
-    """An array of numpy or torch as text: its type, dtype, shape and a hash of its numbers."""
+def _array_identity(array: Any, inner: Callable[[Any], str]) -> str:
+    """An array of numpy or torch, or a table of pandas, as text: its type, dtype, shape and a hash
+    of its numbers and labels. ``inner`` describes labels and objects."""
     numbers = array
     if hasattr(array, "detach"):
         numbers = array.detach().cpu()
@@ -268,7 +274,9 @@ def _array_identity(array: Any) -> str:
     values = np.asarray(numbers)
     content = values.tobytes()
     if values.dtype == object:  # the bytes of objects are addresses
-        content = repr(values.tolist()).encode()
+        content = inner(values.tolist()).encode()
+    for labels in getattr(array, "axes", ()):  # of the rows and columns of a table
+        content += inner(labels).encode()
 
     dtype = getattr(array, "dtype", values.dtype)
     return f"{type(array).__name__}({dtype}, {values.shape}, {_hex_digest(content)})"
@@ -276,7 +284,12 @@ def _array_identity(array: Any) -> str:
 
 def _captured(function: Any) -> list[Any]:
     """The values that a function carries: its closure, its defaults, and the object of a method."""
-    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    values: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # the variable has no value yet
+            values.append(cell)
     values += function.__defaults__ or ()
     values += (function.__kwdefaults__ or {}).items()
     if inspect.ismethod(function):
@@ -294,11 +307,16 @@ def _writes_itself(value: Any) -> bool:
 
 
 def _attributes_of(value: Any) -> list[str]:
-    """The names of the fields of a dataclass, or of the attributes of any other object. Fields that
-    repr leaves out are left out of our own dataclasses."""
+    """The names of the fields of a dataclass, or of the attributes of any other object. Of our own
+    dataclasses, fields that decide no numbers are left out."""
     class_of_value: Any = type(value)
     if is_dataclass(value):
-        return [field.name for field in fields(value) if field.repr or not is_ours(class_of_value)]
+        names = []
+        for option in fields(value):
+            decides_numbers = option.metadata.get("in_identity", True)
+            if not is_ours(class_of_value) or (decides_numbers and not is_calibrated(option)):
+                names.append(option.name)
+        return names
     names = list(getattr(value, "__dict__", ()))
     for parent in class_of_value.__mro__:
         slots = vars(parent).get("__slots__", ())

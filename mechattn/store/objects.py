@@ -125,7 +125,7 @@ class Location:
         return sizes
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the root; empty if there is no root, or it cannot be read."""
+        """The attributes of the root; empty if there is no root, or its content has none."""
         try:
             # A missing root is read as b"", which is not JSON.
             return dict(json.loads(self.read(ROOT) or b"")["attributes"])
@@ -181,7 +181,7 @@ def location_of(path: str | Path) -> Location:
     """The folder or address of a result; links are followed.
 
     Raises:
-        OutputError: The path is neither.
+        OutputError: The path is neither, or an address was made into a ``Path``.
     """
     if not isinstance(path, (str, Path)):
         raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
@@ -190,6 +190,12 @@ def location_of(path: str | Path) -> Location:
     if not text or (protocol and not path_at_address.strip("/")):
         raise OutputError(
             f'"{path}" names no folder and no address: give one such as "out/llama.zarr" or'
+            ' "s3://bucket/llama.zarr"'
+        )
+    # Path("s3://bucket") is "s3:/bucket", which would be a folder of this machine.
+    if isinstance(path, Path) and not path.drive and re.match(r"[^/]+:(/|\Z)", text):
+        raise OutputError(
+            f"{path!r} is a folder named {path.parts[0]!r}: give an address as a text, such as"
             ' "s3://bucket/llama.zarr"'
         )
     if protocol:

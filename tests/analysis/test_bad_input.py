@@ -34,12 +34,17 @@ OWN = Quantity(("head",), "probability", "attention to the own key")
 
 
 BY_SEGMENT = Quantity(("head", "segment"), "probability", "own")
+NAMES = iter(["own", "own", "other"])  # in layer 0, in its null, and in layer 1
 
 
 @pytest.mark.parametrize(
     ("quantity", "values", "message"),
     [
-        (OWN, lambda own: {}, r"values\(\) gives \[\]; its quantities are \['own'\]"),
+        (
+            OWN,
+            lambda own: {next(NAMES): own},
+            r"values\(\) gives \['other'\]; its quantities are \['own'\]",
+        ),
         (OWN, lambda own: own, r"values\(\) gives a Tensor; give a mapping"),
         (OWN, lambda own: {"own": own.sum(-1)}, r"of shape \[4\]; .* \[batch, head\] = \[4, 8\]"),
         (
@@ -60,10 +65,19 @@ def test_values_that_were_promised(toy, prompts):  # negative control
     assert ma.run(toy, prompts[:2], {}, kept)["own_key"].own.notnull().all()
 
 
-def test_a_sum_that_is_not_batch_first(toy):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(8, 8), r"the sum 'own' has the shape \[8, 8\]; its first axis"),
+        (0.0, "the sum 'own' is a float; give a tensor whose first axis"),
+        (torch.zeros(1, 0), r"'own' is a Tensor of shape \[1, 0\]"),
+    ],
+)
+def test_a_sum_that_is_not_batch_first(toy, value, message):
     own = own_key({"own": OWN}, lambda own: {"own": own})
-    own.start = lambda batch, heads: {"own": torch.zeros(heads, heads)}
-    with pytest.raises(OptionError, match=r"the sum 'own' has the shape \[8, 8\]; its first axis"):
+    own.start = lambda batch, heads: {"own": value}
+    own.add = lambda sums, rows: None
+    with pytest.raises(OptionError, match=message):
         ma.run(toy, "Tom has 3 apples.", analyses=own)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -129,11 +130,14 @@ def test_directory_without_config(tmp_path):
 
 
 def test_a_model_with_nan_is_refused_by_head(checkpoint):
-    model = _random_llama(checkpoint)
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model.model.layers[1].self_attn.q_proj.weight.data[:8] = torch.nan  # head 0 of layer 1
     with pytest.raises(ModelError, match=r"(?s)not the model itself.*rows failed in layer 1"):
-        ma.load_model(model, tokenizer=_tokenizer(checkpoint))
-    hooked = ma.load_model(model, tokenizer=_tokenizer(checkpoint), verify=False)
+        ma.load_model(model, tokenizer=tokenizer)
+    hooked = ma.load_model(model, tokenizer=tokenizer, verify=False)
     with pytest.raises(ModelError, match="layer 1, head 0: the attention of query 0 sums to 0"):
         ma.run(hooked, TOM)
 
@@ -254,26 +258,12 @@ def test_the_subset_of_a_dataset_follows_a_colon(monkeypatch):
 def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch, output, message):
     monkeypatch.setattr("mechattn.commands.run_config.load_prompts", None)
     (tmp_path / "taken.zarr").mkdir()
-    config = {
-        "model": "toy:llama",
-        "prompts": {"source": "word-problems"},
-        "output": {"result": str(tmp_path / output)},
-    }
-    (tmp_path / "config.toml").write_text(_toml(config))
+    (tmp_path / "config.toml").write_text(
+        'model = "toy:llama"\n[prompts]\nsource = "word-problems"\n'
+        f"[output]\nresult = '{tmp_path / output}'\n"
+    )
     with pytest.raises(OutputError, match=message):
         run_from_config(tmp_path / "config.toml")
-
-
-def _random_llama(checkpoint):
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM.from_pretrained(checkpoint)
-
-
-def _tokenizer(checkpoint):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 def test_filler_of_fractional_tokens_names_its_tokens(no_forward):
@@ -422,6 +412,8 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
 def test_a_path_that_names_nothing(path):
     with pytest.raises(OutputError, match=f'"{path}" names no folder and no address: give one'):
         ma.load_result(path)
+    with pytest.raises(OutputError, match=r"a folder named 's3:': give an address as a text"):
+        ma.load_result(Path("s3://bucket/r.zarr"))
 
 
 @pytest.fixture(scope="module")

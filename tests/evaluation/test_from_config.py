@@ -38,12 +38,20 @@ SHORT = TEXT.replace(
 )
 
 
+def evaluated(*options):
+    return CliRunner().invoke(app, ["evaluate", "config.toml", *options])
+
+
+def table_rows(shown):
+    return [line for line in shown.output.splitlines() if line.startswith("| ")]
+
+
 def test_a_table_and_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.toml").write_text(TEXT)
-    shown = CliRunner().invoke(app, ["evaluate", "config.toml"])
+    shown = evaluated()
     assert shown.exit_code == 0, shown.output
-    rows = [line for line in shown.output.splitlines() if line.startswith("| ")]
+    rows = table_rows(shown)
     assert [row.split(" | ")[0] for row in rows[1:]] == ["| baseline", "| slash", "| arm"]
     stored = ma.load_evaluation(tmp_path / "answers" / "toy-llama.jsonl")
     table = stored.accuracy().set_index("condition")
@@ -51,35 +59,35 @@ def test_a_table_and_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "mechattn.evaluation.generate.Generation.advance", lambda self: pytest.fail("asked again")
     )
-    again = CliRunner().invoke(app, ["evaluate", "config.toml"])
-    assert [line for line in again.output.splitlines() if line.startswith("| ")] == rows
+    again = evaluated()
+    assert table_rows(again) == rows
 
 
 @pytest.mark.slow
 def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
     """The same table, from the file and from the command line, without the model."""
     monkeypatch.chdir(tmp_path)
-    text = SHORT
-    (tmp_path / "config.toml").write_text(text)
-    here = CliRunner().invoke(app, ["evaluate", "config.toml"])
-    table = [line for line in here.output.splitlines() if line.startswith("| ")]
+    (tmp_path / "config.toml").write_text(SHORT)
+    here = evaluated()
+    table = table_rows(here)
     assert len(table) == 3
     (tmp_path / "answers" / "toy-llama.jsonl").unlink()
     monkeypatch.setattr(
         "mechattn.commands.evaluate.load_model", lambda *args, **options: pytest.fail("loaded")
     )
     with running(StandIn(Engine(toy._mechattn.native, toy.tokenizer))) as server:
-        words = ["evaluate", "config.toml", "--server", server.address, "--served-model", "toy"]
         with pytest.warns(UserWarning, match="weights = true"):
-            there = CliRunner().invoke(app, words)
+            there = evaluated("--server", server.address, "--served-model", "toy")
         assert there.exit_code == 0, there.output
-        assert [line for line in there.output.splitlines() if line.startswith("| ")] == table
+        assert table_rows(there) == table
         section = f'\n[evaluation.server]\naddress = "{server.address}"\nmodel = "toy"\n'
-        (tmp_path / "config.toml").write_text(text + section)
+        (tmp_path / "config.toml").write_text(SHORT + section)
         server.bodies.clear()
-        assert CliRunner().invoke(app, ["evaluate", "config.toml"]).exit_code == 0
+        assert evaluated().exit_code == 0
         assert not server.bodies  # all answers were there
-    (tmp_path / "config.toml").write_text(text.replace('"toy:llama"', '["toy:llama", "toy:qwen2"]'))
+    (tmp_path / "config.toml").write_text(
+        SHORT.replace('"toy:llama"', '["toy:llama", "toy:qwen2"]')
+    )
     with pytest.raises(OptionError, match="only one model is evaluated on a server"):
         evaluate_from_config(tmp_path / "config.toml", server="http://127.0.0.1:9/v1")
 
@@ -97,13 +105,13 @@ def test_a_command_compares_a_server_with_named_weights(toy, tmp_path, monkeypat
     with running(StandIn(Engine(changed, toy.tokenizer))) as server:
         section = f'\n[evaluation.server]\naddress = "{server.address}"\nweights = true\n'
         (tmp_path / "config.toml").write_text(SHORT + section)
-        compared = CliRunner().invoke(app, ["evaluate", "config.toml"])
+        compared = evaluated()
         assert compared.exit_code != 0
         words = compared.output + str(compared.exception)
         assert "does not run the model, against the model here" in words
 
         server.engine = Engine(native, toy.tokenizer)
-        compared = CliRunner().invoke(app, ["evaluate", "config.toml"])
+        compared = evaluated()
         assert compared.exit_code == 0, compared.output
     evaluation = ma.load_evaluation(tmp_path / "answers" / "toy-llama.jsonl")
     assert "the model here" in evaluation.provenance["probe"]["against"]

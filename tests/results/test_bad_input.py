@@ -39,19 +39,26 @@ def test_executors_that_are_none(prompts, tmp_path):
         ma.run_job(job, tmp_path / "r.zarr", workers=2)
 
 
-def test_a_config_can_ablate_heads(tmp_path):
+def test_a_config_can_ablate_heads_and_list_versions(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(
         "model = 'toy:llama'\n[prompts]\nsource = 'word-problems'\n[output]\nresult = 'r.zarr'\n"
         "[conditions.off]\nkind = 'Baseline'\nintervention = {kind = 'HeadAblation', heads = [[0, 1]]}\n"
+        "[conditions.other]\nkind = 'Counterpart'\nversions = ['a', 'b']\n"
     )
-    assert "heads=((0, 1),)" in repr(build_conditions(read_config(path).conditions)["off"])
+    conditions = repr(build_conditions(read_config(path).conditions))
+    assert "heads=((0, 1),)" in conditions
+    assert "'other': Counterpart(versions=['a', 'b']" in conditions
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[slash]\ncount = [5]\n['slash, count=5']\ncount = 7", "already is a condition 'slash, c"),
+        (
+            "[x]\nkind = 'Counterpart'\nversions = [1]",
+            r"^conditions\.x\.versions: [^[]*\[1\][^[]*$",
+        ),
         ("[slash]\ncount = [5, 5]", "two conditions 'count=5'; give each value once"),
         ("[slash]\ncount = [0]", r"slash\.count = \[0\]: give at least one value, beside 0"),
         ("[slash]\ntext = []", r"slash\.text: Input should be a valid string, not '\[\]'"),

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 
 import mechattn as ma
@@ -19,14 +20,13 @@ from tests.scripts import loaded
 
 SLASH = ma.MeaninglessTokens(count=5)
 OURS = [
-    SLASH,
     ma.RandomSentence(count=3),
     SLASH.masked().unshifted(),
     SLASH.under((ma.interventions.ARM(layers=(0, 1)), ma.interventions.ARM(c=0.2))),
     ma.Baseline(ma.interventions.HeadAblation(((0, 1),), HeadMeans({0: torch.ones(2, 3)}, 4))),
     ma.Baseline(ma.interventions.AffineAttention(scale=0.5)),
-    [ma.ReceivedAttention()],
-    (ma.analyses.AffineShift(),),
+    [SLASH],
+    (SLASH,),
     {"a": [1, 2.5, None, True, "é", b"x"]},
     *(kind() for kind in ANALYSES),
 ]
@@ -82,6 +82,11 @@ def on_one_line():
     ]
 
 
+def unset():
+    return lambda: late
+    late = 0
+
+
 def with_default(x, by=2):
     return x * by
 
@@ -93,7 +98,7 @@ def with_keyword(by):
 DIFFERENT = [
     partial(scaled(2)), partial(scaled(3)), partial(with_keyword(2)), with_keyword(2), with_keyword(3),
     Plain(), Plain(2.0), Plain(more=1), Words(), Words(2.0), Slots(1), Slots(2), Colour.RED, Colour.BLUE,
-    Plain(inner=Plain(3.0)), Plain(inner=Plain(4.0)), SLASH.under(Plain()), SLASH.under(Plain(2.0)),
+    pd.DataFrame([1], None, ["a"]), pd.DataFrame([1], None, ["b"]), unset(), SLASH.under(Plain()), SLASH.under(Plain(2.0)),
     Fields(torch.ones(3)), Fields(torch.zeros(3)), Fields(torch.ones(3), hidden=2.0), Fields(np.ones(3)),
     Fields(torch.ones(3, dtype=torch.bfloat16)), with_default, partial(with_default, by=3),
     scaled(2), scaled(3), len, Plain, Plain(2.0).__init__, torch.float32, torch.float16, {1, 2}, {1, 3}, [1], (1,),
@@ -110,7 +115,12 @@ def test_different_things_have_different_words():
 def test_the_same_again_has_the_same_words():
     def made():
         return Plain(
-            2.0, direction=torch.arange(4.0), inner=[Plain(), SLASH], f=scaled(3), names={"a", "b"}
+            2.0,
+            direction=torch.arange(4.0),
+            inner=[Plain(), SLASH],
+            f=scaled(3),
+            names={"a", "b"},
+            objects=np.array([Plain()]),
         )
 
     assert identity(made()) == identity(made())

@@ -69,10 +69,8 @@ def test_config_runs_publish_paths_only_by_request(home, paths):
 
 
 def test_a_file_of_answers(home):
-    model, prompts = (
-        ma.load_model(str(home / "ckpt"), verify=False),
-        ma.load_prompts(str(home / "prompts.jsonl"), limit=2),
-    )
+    model = ma.load_model(str(home / "ckpt"), verify=False)
+    prompts = ma.load_prompts(str(home / "prompts.jsonl"), limit=2)
     out = home / "answers.jsonl"
     first = ma.evaluate(model, prompts, new_tokens=2, out=out)
     assert "jane.doe" not in out.read_text(encoding="utf-8")
@@ -85,6 +83,7 @@ def test_a_file_of_answers(home):
         ("toy:llama", "toy:llama"),
         ("Qwen/Qwen2.5-Math-1.5B", "Qwen/Qwen2.5-Math-1.5B"),
         ("gpt2", "gpt2"),
+        ("/", "/"),
         ("/home/jane/ckpt/", "ckpt"),
         ("~/models/ckpt", "ckpt"),
         ("./ckpt", "ckpt"),
@@ -103,15 +102,7 @@ def test_names_of_places(place, name):
 
 
 def test_commands():
-    words = [
-        "figures",
-        "--model",
-        "/home/jane/ckpt",
-        "--out=/home/jane/out",
-        "--heads",
-        "2,3,4",
-        "--limit",
-        "64",
-    ]
+    line = "figures --model /home/jane/ckpt --out=/home/jane/out --heads 2,3,4 --limit 64"
+    words = line.split()
     assert command_of(words) == "mechattn figures --model ckpt --out=out --heads 2,3,4 --limit 64"
-    assert command_of(words, paths=True) == "mechattn " + " ".join(words)
+    assert command_of(words, paths=True) == "mechattn " + line
